@@ -1,0 +1,1 @@
+"""Adapters: OasisKV inside other people's engines."""

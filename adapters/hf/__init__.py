@@ -1,0 +1,5 @@
+"""HuggingFace transformers: `generate` with a bounded KV working set."""
+
+from .cache import OasisCache
+
+__all__ = ["OasisCache"]

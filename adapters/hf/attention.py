@@ -1,0 +1,92 @@
+"""The attention and mask functions that transformers calls while a model runs with `attn_implementation="oasis"`.
+
+Nothing of a model is patched: `update` of a cache layer marks the key tensor that it returns, the model hands that tensor to the
+attention function, and the mark says whose it is. Calls without a mark (sliding layers, other caches) go to sdpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from oasiskv.errors import InputError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from .cache import OasisLayer
+
+NAME = "oasis"
+_MARK = "_oasiskv_layer"
+
+
+class OasisLength(int):
+    """A mask length that says it was given by an `OasisCache`; arithmetic makes it a plain number again."""
+
+
+def marked(keys: torch.Tensor, layer: OasisLayer) -> torch.Tensor:
+    """A view of `keys` that carries its cache layer to the attention function."""
+    view = keys.view_as(keys)
+    setattr(view, _MARK, layer)
+    return view
+
+
+def oasis_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,  # noqa: ANN401 - whatever the model passes on
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over the working set, in the signature of transformers' attention interface.
+
+    `query` is `(batch, query_heads, rows, head_dim)`; `key` and `value` hold the new rows only. `attention_mask` is the 2-d
+    padding mask or `None`. Returns `(batch, rows, query_heads, head_dim)`, and no weights.
+    """
+    layer: OasisLayer | None = getattr(key, _MARK, None)
+    if layer is None:
+        output, weights = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, weights
+    name = type(module).__name__
+    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(option) is not None:
+            raise UnsupportedModel(f"{name} uses {option} in a full-attention layer, which attention over a working set does not have")
+    if kwargs.get("output_attentions"):
+        raise UnsupportedModel("output_attentions=True asks for the weights of all tokens, which a working set does not hold")
+    if dropout and module.training:
+        raise InputError(f"{name} runs with attention dropout {dropout}; call model.eval() before generating")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UnsupportedModel(
+            f"the attention mask has {attention_mask.ndim} dimensions; pass the 2-d padding mask (0 = padding), or none"
+        )
+    return layer.attend(query, key, value, attention_mask, scaling), None
+
+
+def oasis_mask(
+    *,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,  # noqa: ANN401 - whatever transformers passes on
+) -> torch.Tensor | None:
+    """The 2-d padding mask as it is for our layers, which mask by position; sdpa's mask for all others."""
+    if not isinstance(kv_length, OasisLength):
+        mask: torch.Tensor | None = sdpa_mask(
+            kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+        )
+        return mask
+    if mask_function is not causal_mask_function:
+        raise UnsupportedModel("the model adds its own pattern to the causal mask of full-attention layers, which cannot be served")
+    return attention_mask
+
+
+AttentionInterface.register(NAME, oasis_attention)
+AttentionMaskInterface.register(NAME, oasis_mask)

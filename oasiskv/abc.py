@@ -1,0 +1,168 @@
+"""The contracts that plug-ins implement. Core calls nothing of a plug-in that is not written here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .config import OasisConfig
+from .types import ModelShape
+
+
+@dataclass(frozen=True)
+class KeySample:
+    """Keys of one layer to fit a summary on: `(kv_heads, num_tokens, head_dim)`, after rotary embedding."""
+
+    layer: int
+    keys: torch.Tensor
+
+
+class KeySummary(ABC):
+    """A digest of a block's keys that is ranked instead of the keys, and always stays on the device.
+
+    One object serves all layers and sequences of a manager. Rows are addressed by *page*: page `p` is the digest of one
+    sealed block, in every layer and for all kv heads. Pages are written once, when a block seals, and shared by forks; a
+    page that a crop frees is written anew before it is read again, so there is nothing to truncate.
+
+    Note for implementers: no method may synchronise with the host on CUDA; all of them enqueue on the current stream.
+    """
+
+    def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
+        self.shape = shape
+        self.config = config
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> float:
+        """Device bytes per token and kv head, on average over layers and heads, without constant overheads."""
+
+    @property
+    def fitted(self) -> bool:
+        """Whether `write` and `score` may be called. Summaries without parameters are born fitted."""
+        return True
+
+    def observe(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:  # noqa: B027 - optional hook
+        """See the queries `(num_tokens, query_heads, head_dim)` of a dense phase. Called while `fitted` is false."""
+
+    def fit(self, samples: Iterable[KeySample]) -> None:  # noqa: B027 - optional hook
+        """Set the parameters from the keys of all layers, which come one at a time so that one layer is staged at most."""
+
+    @abstractmethod
+    def reserve(self, num_pages: int) -> None:
+        """Make pages `0 .. num_pages - 1` writable, keeping what is written. Called by the foreground only."""
+
+    @abstractmethod
+    def write(self, layer: int, pages: torch.Tensor, keys: torch.Tensor) -> None:
+        """Digest sealed blocks: `keys` is `(num_blocks, kv_heads, block_size, head_dim)`, `pages` is `(num_blocks,)`."""
+
+    @abstractmethod
+    def score(self, layer: int, queries: torch.Tensor, pages: torch.Tensor, scale: float) -> torch.Tensor:
+        """Estimate, per block, the log of the sum over its tokens of `exp(scale * q.k)`.
+
+        Args:
+            queries: `(num_sequences, num_rows, query_heads, head_dim)`, after rotary embedding.
+            pages: `(num_sequences, num_blocks)`; entries below 0 are padding, whose scores are ignored.
+            scale: of the logits, usually `head_dim ** -0.5`.
+
+        Returns:
+            Block logits in float32, `(num_sequences, num_rows, query_heads, num_blocks)`.
+        """
+
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of every tensor that the summary holds on the device, counted from the allocations."""
+
+
+class BlockIndex(Protocol):
+    """What a predictor may ask about one layer of the sequences in a step.
+
+    A mass is the share of attention that a query row puts on a sealed block, summed over the query heads of a group (so the
+    blocks of a kv head sum to the group size): `(num_sequences, num_rows, query_heads, head_dim)` queries give
+    `(num_sequences, num_rows, kv_heads, num_blocks)`.
+    """
+
+    def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        """Masses as the summary estimates them."""
+
+    def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        """Masses by the keys themselves, read from the arena: slow, the yardstick of all summaries."""
+
+
+class Predictor(ABC):
+    """Turns the queries of a step into one score per block: the attention mass that the next step is expected to put on it.
+
+    Note for implementers: a predictor must not keep tensors of a step beyond the calls, and does not know about slots.
+    """
+
+    foreground: bool = False
+    """True: the step's own queries choose its working set before it attends, without a cap (a yardstick, not a mode)."""
+
+    def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
+        self.shape = shape
+        self.config = config
+
+    @abstractmethod
+    def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        """Mass per row: `(num_sequences, num_rows, query_heads, head_dim)` to `(num_sequences, num_rows, kv_heads, num_blocks)`."""
+
+    @abstractmethod
+    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        """One score per block once it is known that the first `accepted[s] >= 1` rows of sequence `s` stay.
+
+        `(num_sequences, num_rows, kv_heads, num_blocks)` to `(num_sequences, kv_heads, num_blocks)`.
+        """
+
+    def hint(self, layer: int, hidden: torch.Tensor) -> None:  # noqa: B027 - optional hook
+        """See the residual stream that enters a layer, `(num_tokens, hidden_size)`, before the layer runs."""
+
+
+class LayerWork(Protocol):
+    """The background work of one layer after its attention, in stages; each enqueues on the current stream."""
+
+    layer: int
+
+    def predict(self) -> None:
+        """Score the step's queries against the summaries."""
+
+    def select(self) -> None:
+        """Choose what to load and what to evict."""
+
+    def mark(self) -> None:
+        """Take the places that will be overwritten out of the table. Quick: a late foreground is kept out meanwhile."""
+
+    def transfer(self) -> None:
+        """Copy and publish. Nothing before `mark` touches what the foreground reads."""
+
+
+class Ticket(ABC):
+    """A claim on submitted work."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the work is done. Raises `WorkerError` from the work's exception."""
+
+    @abstractmethod
+    def skip(self) -> bool:
+        """Do not wait: True when the work is done; False when it is late. Late work that has not begun its transfer is
+        cancelled; work inside its transfer goes on, and its places stay marked as filling. Raises like `wait`."""
+
+
+class TransferScheduler(ABC):
+    """Runs `LayerWork` beside the foreground. Work of one layer runs in the order of submission. An error ends its work where it
+    stands (what `mark` took out of the table stays out) and is kept for the ticket's holder."""
+
+    @abstractmethod
+    def submit(self, work: LayerWork) -> Ticket:
+        """Queue work; never blocks on it. Raises `StateError` after `close`."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until all work is done, also failed work (whose errors stay with the tickets)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drain and stop. Idempotent."""

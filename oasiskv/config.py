@@ -1,0 +1,130 @@
+"""`OasisConfig`: every setting of the library, validated before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from .errors import ConfigError
+from .types import MAX_STEP_ROWS
+
+
+@dataclass(frozen=True, kw_only=True)
+class OasisConfig:
+    """Settings of one `KVManager`. Frozen; every combination that cannot work raises `ConfigError`.
+
+    Attributes:
+        budget_tokens: tokens per kv head that a sparse sequence keeps on the device: sinks, local window and the
+            selected blocks together. A multiple of `block_size`.
+        block_size: consecutive tokens in a block, the unit of ranking, residency and transfer. Even, 4 to 64.
+        sink_tokens: first tokens of a sequence that always stay, rounded up to blocks.
+        window_tokens: most recent tokens that always stay, rounded up to blocks.
+        max_new_blocks: most blocks loaded into the pool per kv head and step.
+        correction_blocks: most missing blocks that the exact query of the step may add at attention time, read in place
+            from the arena. 0 turns correction off.
+        swap_margin: attention mass, per query head, that a missing block must gain over the resident one it replaces.
+        dense_threshold: tokens up to which a sequence keeps its whole KV on the device; `None` means `budget_tokens`.
+        summary: name of the key summary that ranks blocks (entry-point group `oasiskv.key_summaries`).
+        predictor: name of the predictor (entry-point group `oasiskv.predictors`).
+        on_late: what a layer does when its background move is not done: "wait" for it, or "skip" it and count.
+        workers: background threads; 0 runs the background work inline, in the caller's thread.
+        pool_bytes: size of the device pool, allocated at once; `None` grows it to exactly what the sequences need.
+        arena_bytes: most bytes of the host arena; `None` means the machine's physical memory. Only what is used is taken.
+        poison_freed: overwrite freed slots with NaN, so that a stale read shows. For tests.
+    """
+
+    budget_tokens: int = 2048
+    block_size: int = 16
+    sink_tokens: int = 16
+    window_tokens: int = 128
+    max_new_blocks: int = 4
+    correction_blocks: int = 2
+    swap_margin: float = 0.002
+    dense_threshold: int | None = None
+    summary: str = "transform"
+    predictor: str = "lookahead"
+    on_late: Literal["wait", "skip"] = "wait"
+    workers: int = 1
+    pool_bytes: int | None = None
+    arena_bytes: int | None = None
+    poison_freed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("budget_tokens", "block_size", "window_tokens"):
+            self._require_int(name, minimum=1)
+        for name in ("sink_tokens", "max_new_blocks", "correction_blocks", "workers"):
+            self._require_int(name, minimum=0)
+        for name in ("pool_bytes", "arena_bytes", "dense_threshold"):
+            if getattr(self, name) is not None:
+                self._require_int(name, minimum=1)
+        for name in ("summary", "predictor"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{name} is {value!r}; it must be the name of a registered plug-in")
+        if not 4 <= self.block_size <= 64 or self.block_size % 2:
+            raise ConfigError(f"block_size is {self.block_size}; it must be even and between 4 and 64 (16 is a good start)")
+        if not 0 <= self.swap_margin < 1:
+            raise ConfigError(f"swap_margin is {self.swap_margin}; it is an attention mass, at least 0 and below 1")
+        if self.on_late not in ("wait", "skip"):
+            raise ConfigError(f'on_late is {self.on_late!r}; it must be "wait" or "skip"')
+        if self.budget_tokens % self.block_size:
+            down = self.budget_tokens // self.block_size * self.block_size
+            raise ConfigError(
+                f"budget_tokens is {self.budget_tokens}, not a multiple of block_size {self.block_size}; "
+                f"use {down or self.block_size} or {down + self.block_size}"
+            )
+        if self.selected_blocks < 1:
+            needed = (self.sink_blocks + self.ring_blocks + 1) * self.block_size
+            raise ConfigError(
+                f"budget_tokens is {self.budget_tokens}, which cannot hold the sinks ({self.sink_tokens} tokens), the window "
+                f"({self.window_tokens} tokens and room for {MAX_STEP_ROWS} rows of a step) and one selected block of "
+                f"{self.block_size} tokens; use at least {needed}, or lower sink_tokens or window_tokens"
+            )
+        if self.dense_threshold is not None and self.dense_threshold < self.budget_tokens:
+            raise ConfigError(
+                f"dense_threshold is {self.dense_threshold}, below budget_tokens {self.budget_tokens}: a sequence that fits the "
+                f"budget loses nothing by staying dense; use at least {self.budget_tokens}, or None"
+            )
+
+    def _require_int(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+
+    @property
+    def sink_blocks(self) -> int:
+        """Blocks that hold the sinks."""
+        return -(-self.sink_tokens // self.block_size)
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks before the tail block that the window always keeps."""
+        return -(-self.window_tokens // self.block_size)
+
+    @property
+    def ring_blocks(self) -> int:
+        """Places of the window ring: the window, the tail block, and the blocks that draft rows may open beyond it.
+
+        A step of `MAX_STEP_ROWS` rows that starts anywhere in the tail block must not overwrite a block of the window.
+        """
+        return self.window_blocks + 1 + -(-(MAX_STEP_ROWS - 1) // self.block_size)
+
+    @property
+    def budget_blocks(self) -> int:
+        """Places in the working set of one kv head."""
+        return self.budget_tokens // self.block_size
+
+    @property
+    def selected_blocks(self) -> int:
+        """Places left for blocks chosen by their scores."""
+        return self.budget_blocks - self.sink_blocks - self.ring_blocks
+
+    @property
+    def dense_blocks(self) -> int:
+        """Places that a dense sequence may fill before it must turn sparse."""
+        return (self.dense_threshold or self.budget_tokens) // self.block_size
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of all settings, in the order of their definition."""
+        return tuple(field.name for field in fields(cls))

@@ -1,0 +1,332 @@
+"""The rows of sequences that decode or verify: attention over the working set, and the work that renews it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import ops
+from .refresh import LayerIndex, Refresh, SparseRows
+from .sequence import Phase, Sequence
+from .types import EMPTY
+from .working_set import place_of, window_start
+
+if TYPE_CHECKING:
+    from .manager import KVManager
+
+
+class DecodeRows:
+    """Everything that is the same for all layers of a step is computed once, here; `attend` is tensor work only."""
+
+    def __init__(
+        self, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], offsets: list[int], certain: bool
+    ) -> None:
+        self.sequences = sequences
+        self._manager = manager
+        self._rooms = manager.rooms
+        self._num_tokens = num_tokens
+        self._certain = certain
+        self._make_room()
+        device = manager.shape.device
+        self.packed = torch.tensor(
+            [offset + row for offset, tokens in zip(offsets, num_tokens, strict=True) for row in range(tokens)], device=device
+        )
+        self._rows = torch.tensor([sequence.row for sequence in sequences], device=device)
+        self._plan_rows()
+        self._plan_tables()
+        self._new_pages: list[list[int]] = []
+        self._waiting: list[tuple[LayerIndex, torch.Tensor]] = []
+        if certain:
+            self._new_pages = self._allocate_pages(num_tokens)
+            self._plan_sealing(num_tokens)
+
+    # Planning, once per step
+
+    def _make_room(self) -> None:
+        """Every sequence is dense with a strip for each block, or sparse and settled, before anything is planned."""
+        manager, config = self._manager, self._rooms.config
+        size = config.block_size
+        turning = []
+        for sequence, tokens in zip(self.sequences, self._num_tokens, strict=True):
+            blocks = -(-(sequence.length + tokens) // size)
+            if sequence.phase is Phase.DENSE and blocks <= config.dense_blocks:
+                short = blocks - len(sequence.strips)
+                if short <= 0 or self._rooms.pool.can_allocate(short) or blocks <= config.budget_blocks:
+                    manager.ensure_strips(sequence, blocks, keep=self.sequences)
+                    continue
+            if sequence.phase is not Phase.SPARSE:
+                turning.append(sequence)
+        if turning:
+            manager.settle(turning)
+
+    def _plan_rows(self) -> None:
+        """Where each row goes: `(S, R)` positions, and the slot and offset of every packed row."""
+        config, device = self._rooms.config, self._rooms.shape.device
+        size, heads = config.block_size, self._rooms.shape.kv_heads
+        most = max(self._num_tokens)
+        self._ragged = any(tokens != most for tokens in self._num_tokens)
+        positions, strips, offsets = [], [], []
+        for sequence, tokens in zip(self.sequences, self._num_tokens, strict=True):
+            dense = sequence.phase is Phase.DENSE
+            own = range(sequence.length, sequence.length + tokens)
+            positions.append([*own, *[EMPTY] * (most - tokens)])
+            strips.extend(sequence.strips[place_of(config, position // size, dense)] for position in own)
+            offsets.extend(position % size for position in own)
+        self._positions = torch.tensor(positions, device=device)
+        self._slots = torch.tensor(strips, device=device)[:, None] * heads + torch.arange(heads, device=device)
+        self._offsets = torch.tensor(offsets, device=device)
+        self._lengths = torch.tensor([sequence.length for sequence in self.sequences], device=device)
+
+    def _plan_tables(self) -> None:
+        """The part of the block tables that all layers share, and the tables of the sparse sequences."""
+        config, sets, shape = self._rooms.config, self._rooms.sets, self._rooms.shape
+        size, device = config.block_size, shape.device
+        blocks, places = [], []
+        for sequence, tokens in zip(self.sequences, self._num_tokens, strict=True):
+            last = (sequence.length + tokens - 1) // size
+            if sequence.phase is Phase.DENSE:
+                blocks.append(list(range(last + 1)))
+                places.append(blocks[-1])
+            else:
+                window = range(window_start(config, sequence.length), last + 1)
+                blocks.append([*range(config.sink_blocks), *window])
+                places.append([*range(config.sink_blocks), *(place_of(config, block, False) for block in window)])
+        width = max(map(len, blocks))
+        pad = [[EMPTY] * (width - len(row)) for row in blocks]
+        self._base_blocks = torch.tensor([row + more for row, more in zip(blocks, pad, strict=True)], device=device)
+        place = torch.tensor([row + [0] * len(more) for row, more in zip(places, pad, strict=True)], device=device)
+        strips = sets.strips[self._rows].gather(1, place)[:, None, :]
+        head = torch.arange(shape.kv_heads, device=device)[:, None]
+        self._base_slots = torch.where(self._base_blocks[:, None] >= 0, strips * shape.kv_heads + head, EMPTY)
+        self._base_blocks = self._base_blocks[:, None].expand(-1, shape.kv_heads, -1)
+
+        members = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.SPARSE]
+        self._members = torch.tensor(members, dtype=torch.int64, device=device)
+        self._all_sparse = len(members) == len(self.sequences)
+        self._sparse: SparseRows | None = None
+        self._dense_rows = self._rows
+        if not members:
+            return
+        self._sparse = self._manager.sparse_rows([self.sequences[number] for number in members])
+        dense = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.DENSE]
+        self._dense_rows = self._rows[dense]
+        self._dense_members = torch.tensor(dense, dtype=torch.int64, device=device)
+        self._place = torch.arange(config.selected_blocks, device=device).expand(len(members), shape.kv_heads, -1)
+        self._selected_slots = self._sparse.pool_slots(self._place)
+        self._low = torch.full((len(members),), config.sink_blocks, device=device)
+        self._high = torch.tensor([window_start(config, self.sequences[number].length) for number in members], device=device)
+
+    def _allocate_pages(self, accepted: list[int]) -> list[list[int]]:
+        """Pages for the blocks that `accepted` tokens of each sequence seal, all or none."""
+        arena, size = self._rooms.arena, self._rooms.config.block_size
+        counts = [
+            (sequence.length + tokens) // size - len(sequence.pages)
+            for sequence, tokens in zip(self.sequences, accepted, strict=True)
+        ]
+        pages = arena.allocate(sum(counts))
+        self._manager.reserve_summaries(pages if self._rooms.summary.fitted else [])
+        taken, start = [], 0
+        for count in counts:
+            taken.append(pages[start : start + count])
+            start += count
+        return taken
+
+    def _plan_sealing(self, accepted: list[int]) -> None:
+        """Slots of the blocks that seal with this step, and their pages; `accepted[i]` rows of each sequence stay."""
+        config, manager = self._rooms.config, self._manager
+        strips: list[int] = []
+        pages: list[int] = []
+        self._summarised_pages: list[int] = []
+        summarised_strips: list[int] = []
+        for sequence, new in zip(self.sequences, self._new_pages, strict=True):
+            dense = sequence.phase is Phase.DENSE
+            for number, page in enumerate(new):
+                strip = sequence.strips[place_of(config, len(sequence.pages) + number, dense)]
+                strips.append(strip)
+                pages.append(page)
+                if not dense:
+                    summarised_strips.append(strip)
+                    self._summarised_pages.append(page)
+        self._seal_count = len(pages)
+        self._seal_source, self._seal_target = manager.slots(strips), manager.slots(pages)
+        self._summary_source = manager.slots(summarised_strips)
+        self._summary_pages = torch.tensor(self._summarised_pages, dtype=torch.int64, device=self._rooms.shape.device)
+
+        kept = torch.tensor(accepted, device=self._rooms.shape.device)
+        self._accepted = kept[self._members]
+        if self._sparse is not None:
+            nexts = [
+                window_start(config, self.sequences[number].length + accepted[number]) for number in self._members.tolist()
+            ]
+            self._next_high = torch.tensor(nexts, device=self._rooms.shape.device).minimum(self._sparse.num_blocks)
+
+    # Attention, once per layer
+
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """As `Step.attend`, for the rows of these sequences."""
+        rooms = self._rooms
+        pool = rooms.pool.layers[layer]
+        self._await(layer)
+        ops.append_rows(pool, keys, values, self._slots, self._offsets)
+        if self._certain:
+            self._seal(layer)
+        padded = self._pad(queries)
+        blocks, slots = self._base_blocks, self._base_slots
+        arena = arena_slots = arena_blocks = None
+        if self._sparse is not None:
+            sparse_queries = padded if self._all_sparse else padded[self._members]
+            index = LayerIndex(rooms, layer, self._sparse.pages, self._sparse.num_blocks, scale)
+            if rooms.predictor.foreground:
+                self._refresh_now(layer, index, sparse_queries)
+            with rooms.sets.lock(layer):
+                selected = rooms.sets.selected[layer][self._sparse.rows]
+            blocks = torch.cat([blocks, self._spread(selected)], dim=2)
+            slots = torch.cat([slots, self._spread(torch.where(selected >= 0, self._selected_slots, EMPTY))], dim=2)
+            if rooms.config.correction_blocks and not rooms.predictor.foreground:
+                arena = rooms.arena.layers[layer]
+                arena_blocks, arena_slots = self._correct(index, sparse_queries, selected)
+        output, _ = ops.paged_attention(
+            padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale
+        )
+        self._remember(layer, padded)
+        if self._sparse is not None and not rooms.predictor.foreground:
+            self._later(layer, index, sparse_queries)
+        return self._unpad(output)
+
+    def _await(self, layer: int) -> None:
+        """Wait for the last step's work on this layer, or go on without it and count what is missing."""
+        ticket = self._manager.tickets[layer]
+        if ticket is None:
+            return
+        if self._rooms.config.on_late == "wait":
+            self._manager.tickets[layer] = None
+            ticket.wait()
+            return
+        if not ticket.skip():
+            with self._rooms.sets.lock(layer):
+                late = (self._rooms.sets.selected[layer][self._rows] < 0).sum() if self._sparse is not None else 0
+            self._rooms.counters.add(late_layers=1, late_blocks=late)
+
+    def _correct(
+        self, index: LayerIndex, queries: torch.Tensor, selected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks that the exact query misses most, to be read from the arena: `(S, H, m)` blocks and slots."""
+        assert self._sparse is not None
+        config, shape = self._rooms.config, self._rooms.shape
+        mass = index.summary_mass(queries)
+        if mass.shape[1] > 1:
+            real = (self._positions >= 0) if self._all_sparse else (self._positions >= 0)[self._members]
+            weight = real / real.sum(1, keepdim=True)
+            mass = (mass * weight[:, :, None, None]).sum(1)
+        else:
+            mass = mass[:, 0]
+        blocks, gain = ops.top_missing(mass, selected, self._low, self._high, config.correction_blocks)
+        blocks = torch.where(gain > config.swap_margin * shape.group_size, blocks, EMPTY)
+        self._rooms.counters.add(corrected_blocks=(blocks >= 0).sum())
+        return self._spread(blocks), self._spread(self._sparse.arena_slots(blocks))
+
+    def _refresh(self, layer: int, index: LayerIndex, queries: torch.Tensor, high: torch.Tensor, max_new: int) -> Refresh:
+        assert self._sparse is not None
+        return Refresh(
+            self._rooms,
+            layer,
+            self._sparse,
+            index,
+            queries,
+            self._accepted,
+            self._low,
+            high,
+            self._manager.step_number,
+            max_new,
+        )
+
+    def _refresh_now(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
+        """A foreground predictor chooses this step's own working set, without a cap."""
+        if not self._certain:
+            self._accepted = torch.tensor(self._num_tokens, device=queries.device)[self._members]
+        work = self._refresh(layer, index, queries, self._high, self._rooms.config.selected_blocks)
+        work.predict()
+        work.select()
+        work.mark()
+        work.transfer()
+
+    def _later(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
+        """Renew the working set in the background: at once if nothing can be rejected, else when the step is committed."""
+        if self._certain:
+            work = self._refresh(layer, index, queries, self._next_high, self._rooms.config.max_new_blocks)
+            self._manager.tickets[layer] = self._manager.scheduler.submit(work)
+        else:
+            self._waiting.append((index, queries))
+
+    def _seal(self, layer: int) -> None:
+        """Copy the blocks that are full now to the arena, and digest those of sparse sequences."""
+        if not self._seal_count:
+            return
+        rooms = self._rooms
+        pool = rooms.pool.layers[layer]
+        ops.copy_blocks(pool, rooms.arena.layers[layer], self._seal_source, self._seal_target)
+        rooms.counters.add(stored_blocks=self._seal_count * rooms.shape.kv_heads)
+        if self._summarised_pages:
+            rooms.summary.write(layer, self._summary_pages, pool[self._summary_source][:, :, 0])
+
+    def _remember(self, layer: int, queries: torch.Tensor) -> None:
+        """Keep the queries of dense sequences, which choose their first working set; only row 0 is certain to stay."""
+        if self._sparse is None:
+            kept, positions, rows = queries, self._positions, self._rows
+        elif self._all_sparse:
+            return
+        else:
+            kept, positions, rows = queries[self._dense_members], self._positions[self._dense_members], self._dense_rows
+        self._rooms.sets.remember_queries(layer, rows, kept[:, :1])
+        if not self._rooms.summary.fitted:
+            self._rooms.summary.observe(layer, kept[:, 0], positions[:, 0])
+
+    def _pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """`(num_rows, heads, head_dim)` to `(S, R, heads, head_dim)`."""
+        sequences, rows = self._positions.shape
+        if not self._ragged:
+            return packed.view(sequences, rows, *packed.shape[1:])
+        padded = packed.new_zeros((sequences, rows, *packed.shape[1:]))
+        padded[self._positions >= 0] = packed
+        return padded
+
+    def _unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        return padded[self._positions >= 0] if self._ragged else padded.flatten(0, 1)
+
+    def _spread(self, table: torch.Tensor) -> torch.Tensor:
+        """A table of the sparse sequences as one of all sequences, `EMPTY` for the dense ones."""
+        if self._all_sparse:
+            return table
+        wide = table.new_full((len(self.sequences), *table.shape[1:]), EMPTY)
+        wide[self._members] = table
+        return wide
+
+    # The end
+
+    def commit(self, accepted: list[int]) -> None:
+        """Keep the first rows of each sequence."""
+        manager, rooms = self._manager, self._rooms
+        if not self._certain:
+            self._new_pages = self._allocate_pages(accepted)
+            self._plan_sealing(accepted)
+            for layer in range(rooms.shape.num_layers):
+                self._seal(layer)
+        for sequence, new, tokens in zip(self.sequences, self._new_pages, accepted, strict=True):
+            if new:
+                rooms.sets.set_pages(sequence.row, len(sequence.pages), new)
+                sequence.pages.extend(new)
+                if sequence.phase is Phase.SPARSE:
+                    sequence.summarised = len(sequence.pages)
+            sequence.length += tokens
+        for layer, (index, queries) in enumerate(self._waiting):
+            work = self._refresh(layer, index, queries, self._next_high, rooms.config.max_new_blocks)
+            manager.tickets[layer] = manager.scheduler.submit(work)
+
+    def abort(self) -> None:
+        """Give the new pages back. Rows in tail blocks lie beyond the sequences' lengths, where nothing looks."""
+        self._manager.scheduler.drain()
+        for pages in self._new_pages:
+            self._rooms.arena.release(pages)
+        for sequence in self.sequences:
+            self._rooms.sets.trim_selected(sequence.row, window_start(self._rooms.config, sequence.length))

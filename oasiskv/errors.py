@@ -1,0 +1,41 @@
+"""Every error that OasisKV raises on purpose. Each message names the field, the value and the fix."""
+
+
+class OasisError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(OasisError, ValueError):
+    """A setting that cannot work, alone or together with another one."""
+
+
+class InputError(OasisError, ValueError):
+    """An argument of a call that does not fit the object it is passed to."""
+
+
+class StateError(OasisError, RuntimeError):
+    """A call in the wrong order: a layer twice, a step on a freed sequence, a closed manager."""
+
+
+class CapacityError(OasisError, MemoryError):
+    """A memory limit that the request would exceed. The message says how many bytes it needs."""
+
+
+class PoolExhausted(CapacityError):
+    """The device pool has no free slots (`pool_bytes`)."""
+
+
+class ArenaExhausted(CapacityError):
+    """The host arena has no free slots (`arena_bytes`)."""
+
+
+class WorkerError(OasisError, RuntimeError):
+    """A background lane failed. `__cause__` holds the exception of the lane."""
+
+
+class PluginError(OasisError, ImportError):
+    """A plug-in that was asked for by name is unknown or broken."""
+
+
+class UnsupportedModel(OasisError, TypeError):
+    """A model, cache or generation mode that the library cannot serve."""

@@ -1,0 +1,107 @@
+"""What happened: counters that every room adds to, and the report that users read."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Counters:
+    """Running totals. Background lanes and the foreground both count, so changes go through `add`."""
+
+    steps: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    wanted_blocks: int = 0
+    resident_blocks: int = 0
+    loaded_blocks: int = 0
+    corrected_blocks: int = 0
+    stored_blocks: int = 0
+    late_layers: int = 0
+    late_blocks: int = 0
+    most_new_blocks: int = 0
+    coverage_sum: float = 0.0
+    coverage_count: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **amounts: float) -> None:
+        """Add to totals by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def raise_most_new(self, blocks: int) -> None:
+        """Remember the largest number of blocks that one head received in one step."""
+        with self._lock:
+            self.most_new_blocks = max(self.most_new_blocks, blocks)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A report of one manager. Bytes are counted from allocated tensors.
+
+    Attributes:
+        sequences: live sequences; `sparse_sequences` of them keep a bounded working set.
+        tokens: tokens that the live sequences hold.
+        pool_bytes: device memory of the pool.
+        summary_bytes: device memory of the key summaries.
+        table_bytes: device memory of block tables and recent queries.
+        arena_bytes: host memory of sealed blocks; `arena_peak_bytes` is the most there was.
+        full_kv_bytes: what full attention would keep on the device for the same tokens.
+        hit_rate: share of the wanted blocks that were resident when they were wanted.
+        coverage: mean share of attention that fell on the working set, as the summary estimates it.
+        late_blocks: blocks left out because their move was not done; `late_layers` counts the layers that did not wait.
+        loaded_blocks, corrected_blocks, stored_blocks: blocks moved to the pool, read in place, and written to the arena.
+        moved_bytes_per_token: host-to-device bytes per decoded token: loads and in-place reads.
+        most_new_blocks: the largest number of loaded and corrected blocks of any head in one step.
+    """
+
+    sequences: int
+    sparse_sequences: int
+    tokens: int
+    steps: int
+    decoded_tokens: int
+    prefilled_tokens: int
+    pool_bytes: int
+    summary_bytes: int
+    table_bytes: int
+    arena_bytes: int
+    arena_peak_bytes: int
+    full_kv_bytes: int
+    hit_rate: float
+    coverage: float
+    late_blocks: int
+    late_layers: int
+    loaded_blocks: int
+    corrected_blocks: int
+    stored_blocks: int
+    moved_bytes_per_token: float
+    most_new_blocks: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything on the device: pool, summaries and tables."""
+        return self.pool_bytes + self.summary_bytes + self.table_bytes
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers, for JSON."""
+        return {**asdict(self), "device_bytes": self.device_bytes}
+
+    def __str__(self) -> str:
+        share = self.device_bytes / self.full_kv_bytes if self.full_kv_bytes else 0.0
+        mib = 1 / (1 << 20)
+        return "\n".join(
+            (
+                f"sequences          {self.sequences} ({self.sparse_sequences} sparse), {self.tokens} tokens",
+                f"device             {self.device_bytes * mib:.1f} MiB: pool {self.pool_bytes * mib:.1f}, "
+                f"summaries {self.summary_bytes * mib:.1f}, tables {self.table_bytes * mib:.1f}",
+                f"full KV            {self.full_kv_bytes * mib:.1f} MiB (device holds {share:.1%})",
+                f"arena              {self.arena_bytes * mib:.1f} MiB on the host",
+                f"hit rate           {self.hit_rate:.1%} of wanted blocks",
+                f"coverage           {self.coverage:.1%} of attention, estimated",
+                f"moved              {self.moved_bytes_per_token / 1024:.1f} KiB per decoded token "
+                f"({self.loaded_blocks} blocks loaded, {self.corrected_blocks} read in place)",
+                f"late               {self.late_blocks} blocks, {self.late_layers} layers",
+            )
+        )

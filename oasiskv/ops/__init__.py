@@ -1,0 +1,119 @@
+"""The operations of a decode step as `torch.ops.oasiskv.*`: schemas, shape functions, and the pure-torch reference.
+
+The reference serves every device that torch serves and is the oracle that any other implementation is tested against.
+Shapes: S sequences, R query rows, Hq query heads, H kv heads, D head_dim, B block_size, P places, N blocks of a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+
+_library = torch.library.Library("oasiskv", "DEF")
+
+_SCHEMAS = {
+    "append_rows": "(Tensor(a!) pool, Tensor keys, Tensor values, Tensor slots, Tensor offsets) -> ()",
+    "copy_blocks": "(Tensor source, Tensor(a!) target, Tensor source_slots, Tensor target_slots) -> ()",
+    "paged_attention": (
+        "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor? arena, Tensor? arena_slots, "
+        "Tensor? arena_blocks, Tensor positions, float scale) -> (Tensor, Tensor)"
+    ),
+    "exact_logits": "(Tensor queries, Tensor arena, Tensor pages, int kv_heads, float scale) -> Tensor",
+    "block_mass": "(Tensor logits, Tensor num_blocks, int kv_heads) -> Tensor",
+    "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
+    "select": (
+        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, int step, int max_new, float margin) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "minmax_write": "(Tensor(a!) bounds, Tensor pages, Tensor keys) -> ()",
+    "minmax_score": "(Tensor bounds, Tensor pages, Tensor queries, float scale) -> Tensor",
+    "transform_write": (
+        "(Tensor(a!) codes, Tensor pages, Tensor keys, Tensor mean, Tensor encode, Tensor thresholds, Tensor nibbles, "
+        "Tensor shifts) -> ()"
+    ),
+    "transform_score": (
+        "(Tensor codes, Tensor pages, Tensor queries, Tensor mean, Tensor decode, Tensor levels, Tensor components, "
+        "Tensor offsets, float scale) -> Tensor"
+    ),
+}
+
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _like_logits(queries: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    sequences, rows, heads, _ = queries.shape
+    return queries.new_empty((sequences, rows, heads, pages.shape[1]), dtype=torch.float32)
+
+
+def _fake_attention(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+def _fake_mass(logits: torch.Tensor, num_blocks: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    sequences, rows, _, blocks = logits.shape
+    return logits.new_empty((sequences, rows, kv_heads, blocks))
+
+
+def _fake_missing(
+    mass: torch.Tensor, resident: torch.Tensor, low: torch.Tensor, high: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*mass.shape[:2], min(count, mass.shape[2]))
+    return mass.new_empty(shape, dtype=torch.int64), mass.new_empty(shape)
+
+
+def _fake_select(
+    mass: torch.Tensor,
+    resident: torch.Tensor,
+    selected_at: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    step: int,
+    max_new: int,
+    margin: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (*mass.shape[:2], min(max_new, mass.shape[2], resident.shape[2]))
+    return (
+        mass.new_empty(shape, dtype=torch.int64),
+        mass.new_empty(shape, dtype=torch.int64),
+        torch.empty_like(selected_at),
+        mass.new_empty((mass.shape[0], 2), dtype=torch.int64),
+    )
+
+
+_FAKES = {
+    "append_rows": _nothing,
+    "copy_blocks": _nothing,
+    "paged_attention": _fake_attention,
+    "exact_logits": lambda queries, arena, pages, kv_heads, scale: _like_logits(queries, pages),
+    "block_mass": _fake_mass,
+    "top_missing": _fake_missing,
+    "select": _fake_select,
+    "minmax_write": _nothing,
+    "minmax_score": lambda bounds, pages, queries, scale: _like_logits(queries, pages),
+    "transform_write": _nothing,
+    "transform_score": lambda codes, pages, queries, *_: _like_logits(queries, pages),
+}
+
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"oasiskv::{_name}", _fake, lib=_library)
+
+append_rows = torch.ops.oasiskv.append_rows.default
+copy_blocks = torch.ops.oasiskv.copy_blocks.default
+paged_attention = torch.ops.oasiskv.paged_attention.default
+exact_logits = torch.ops.oasiskv.exact_logits.default
+block_mass = torch.ops.oasiskv.block_mass.default
+top_missing = torch.ops.oasiskv.top_missing.default
+select = torch.ops.oasiskv.select.default
+minmax_write = torch.ops.oasiskv.minmax_write.default
+minmax_score = torch.ops.oasiskv.minmax_score.default
+transform_write = torch.ops.oasiskv.transform_write.default
+transform_score = torch.ops.oasiskv.transform_score.default
+
+NAMES = tuple(_SCHEMAS)

@@ -1,0 +1,319 @@
+"""The pure-torch reference of every op. Clear first; vectorised over sequences, heads and blocks.
+
+Tables hold `EMPTY` (-1) where a place is unused. Attention and scores are computed in float32 whatever the KV's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..types import EMPTY
+
+
+def append_rows(pool: Tensor, keys: Tensor, values: Tensor, slots: Tensor, offsets: Tensor) -> None:
+    """Write token rows into their blocks.
+
+    Args:
+        pool: `(num_slots, 2, B, D)`, written.
+        keys, values: `(num_tokens, H, D)`.
+        slots: `(num_tokens, H)`, the slot of the token's block.
+        offsets: `(num_tokens,)`, the token's place in the block.
+    """
+    block_size, head_dim = pool.shape[2:]
+    rows = pool.view(-1, head_dim)
+    first = slots * (2 * block_size) + offsets[:, None]
+    rows[first] = keys
+    rows[first + block_size] = values
+
+
+def copy_blocks(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
+    """Copy whole slots, in either direction between pool and arena; pairs with an `EMPTY` side are left out.
+
+    Args:
+        source, target: `(num_slots, 2, B, D)`; `target` is written.
+        source_slots, target_slots: tables of one shape.
+    """
+    valid = (source_slots >= 0) & (target_slots >= 0)
+    moved = source.index_select(0, source_slots[valid])
+    target.index_copy_(0, target_slots[valid], moved.to(target.device, target.dtype))
+
+
+def paged_attention(
+    queries: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    blocks: Tensor,
+    arena: Tensor | None,
+    arena_slots: Tensor | None,
+    arena_blocks: Tensor | None,
+    positions: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few query rows over the working set of each kv head.
+
+    A row sees every listed token whose position is at most its own: causal among the step's own tokens, and blind to what
+    a rejected draft left behind in a tail block. No block may be listed twice for one head.
+
+    Args:
+        queries: `(S, R, Hq, D)`.
+        pool: `(num_slots, 2, B, D)`.
+        slots, blocks: `(S, H, P)`: where each resident block lies, and which one it is.
+        arena, arena_slots, arena_blocks: the same for blocks that are read in place, `(S, H, M)`; all three or none.
+        positions: `(S, R)` of the rows; below 0 for padding rows.
+        scale: of the logits.
+
+    Returns:
+        Output in the queries' dtype, `(S, R, Hq, D)`, zero for a row that sees nothing; and the natural logsumexp of its
+        logits in float32, `(S, R, Hq)`, -inf for such a row.
+    """
+    sequences, rows, query_heads, head_dim = queries.shape
+    kv_heads = slots.shape[1]
+    keys, values = _gather(pool, slots)
+    if arena is not None and arena_slots is not None and arena_blocks is not None:
+        more_keys, more_values = _gather(arena, arena_slots)
+        keys = torch.cat([keys, more_keys.to(keys.device)], dim=2)
+        values = torch.cat([values, more_values.to(values.device)], dim=2)
+        blocks = torch.cat([blocks, arena_blocks], dim=2)
+    block_size = pool.shape[2]
+    token = blocks[..., None] * block_size + torch.arange(block_size, device=blocks.device)
+    token = torch.where(blocks[..., None] >= 0, token, torch.iinfo(torch.int64).max).flatten(2)
+    visible = token[:, :, None, :] <= positions[:, None, :, None]
+    # A zero weight does not silence a NaN in memory that no row may see, so such values are cleared first.
+    values.masked_fill_(~visible.any(2)[..., None], 0.0)
+    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(sequences, kv_heads, -1, head_dim).float()
+    logits = (grouped @ keys.transpose(2, 3)).mul_(scale)
+    logits = logits.view(sequences, kv_heads, -1, rows, token.shape[2])
+    logits.masked_fill_(~visible[:, :, None], float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    output = weights.view(sequences, kv_heads, -1, token.shape[2]) @ values
+    output = output.view(sequences, kv_heads, -1, rows, head_dim).permute(0, 3, 1, 2, 4)
+    return (
+        output.reshape(queries.shape).to(queries.dtype),
+        lse.permute(0, 3, 1, 2).reshape(sequences, rows, query_heads),
+    )
+
+
+def _gather(slots_tensor: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a table `(S, H, P)` as float32 `(S, H, P * B, D)`; an `EMPTY` entry reads slot 0."""
+    _, _, block_size, head_dim = slots_tensor.shape
+    rows = slots_tensor.view(-1, block_size * head_dim)
+    first = slots.clamp(min=0).flatten().to(rows.device) * 2
+    shape = (*slots.shape[:2], slots.shape[2] * block_size, head_dim)
+    return rows.index_select(0, first).view(shape).float(), rows.index_select(0, first + 1).view(shape).float()
+
+
+def exact_logits(queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float) -> Tensor:
+    """Block logits by the keys themselves.
+
+    Args:
+        queries: `(S, R, Hq, D)`.
+        arena: `(num_pages * H, 2, B, D)`, page-major.
+        pages: `(S, N)`; `EMPTY` entries give meaningless logits.
+
+    Returns:
+        `(S, R, Hq, N)` in float32: log of the sum over the block's tokens of `exp(scale * q.k)`.
+    """
+    sequences, rows, query_heads, head_dim = queries.shape
+    num_blocks = pages.shape[1]
+    block_size = arena.shape[2]
+    by_page = arena.view(-1, kv_heads, 2, block_size, head_dim)
+    keys = by_page[pages.clamp(min=0).to(arena.device), :, 0].to(queries.device).float()
+    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(
+        sequences, kv_heads, -1, head_dim
+    )
+    flat = keys.permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, num_blocks * block_size, head_dim)
+    logits = (grouped.float() @ flat.transpose(2, 3)).mul_(scale)
+    logits = logits.view(sequences, kv_heads, rows, -1, num_blocks, block_size).logsumexp(-1)
+    return logits.permute(0, 2, 1, 3, 4).reshape(sequences, rows, query_heads, num_blocks)
+
+
+def block_mass(logits: Tensor, num_blocks: Tensor, kv_heads: int) -> Tensor:
+    """Softmax over the first `num_blocks[s]` blocks per query head, summed over the heads of each group.
+
+    `(S, R, Hq, N)` to `(S, R, H, N)`; blocks beyond `num_blocks[s]` get 0, and so does a sequence without blocks.
+    """
+    sequences, rows, _, blocks = logits.shape
+    beyond = torch.arange(blocks, device=logits.device) >= num_blocks[:, None]
+    share = logits.masked_fill(beyond[:, None, None, :], float("-inf")).softmax(-1)
+    share = share.view(sequences, rows, kv_heads, -1, blocks).sum(3)
+    return share.masked_fill(beyond[:, None, None, :], 0.0)
+
+
+def top_missing(mass: Tensor, resident: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best blocks of the candidate range that are not resident.
+
+    Args:
+        mass: `(S, H, N)`.
+        resident: `(S, H, C)` block numbers, `EMPTY` where unused.
+        low, high: `(S,)`, the candidates are `low <= block < high`.
+        count: how many at most.
+
+    Returns:
+        Block numbers and their masses, `(S, H, min(count, N))`, best first; `EMPTY` and -1 where there are no more.
+    """
+    candidates = _candidates(mass, low, high)
+    blocks = mass.shape[2]
+    taken = torch.zeros((*mass.shape[:2], blocks + 1), dtype=torch.bool, device=mass.device)
+    inside = (resident >= 0) & (resident < blocks)
+    taken.scatter_(2, torch.where(inside, resident, blocks), True)
+    ranked = mass.masked_fill(~candidates | taken[..., :blocks], -1.0)
+    best, block = ranked.topk(min(count, blocks), dim=2)
+    return torch.where(best < 0, EMPTY, block), best
+
+
+def select(
+    mass: Tensor,
+    resident: Tensor,
+    selected_at: Tensor,
+    low: Tensor,
+    high: Tensor,
+    step: int,
+    max_new: int,
+    margin: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Swap the best missing blocks for the worst resident ones.
+
+    The i-th best missing block replaces the i-th worst resident one while the gain in mass exceeds `margin`. Places that are
+    empty, or whose block is no candidate any more, are worst of all and filled for any gain above 0. Among residents of
+    equal mass the least recently selected goes first.
+
+    Args:
+        mass, resident, low, high: as in `top_missing`.
+        selected_at: `(S, H, C)`, the step at which each resident block last was among the best C candidates.
+        step: the present step, written to `selected_at`.
+        max_new: most swaps per head.
+
+    Returns:
+        The places that change and their new blocks, `(S, H, K)` with K = min(max_new, N, C), `EMPTY` where there is no swap;
+        the new `selected_at`, `(S, H, C)`; and `(S, 2)`: how many of the wanted blocks were resident, and how many were wanted.
+    """
+    places = resident.shape[2]
+    candidates = _candidates(mass, low, high)
+    eligible = (resident >= low[:, None, None]) & (resident < high[:, None, None])
+    held = mass.gather(2, resident.clamp(min=0, max=mass.shape[2] - 1)).masked_fill(~eligible, -1.0)
+    ranked = mass.masked_fill(~candidates, -1.0)
+    wanted = ranked.topk(min(places, mass.shape[2]), dim=2).values
+    threshold = wanted[..., -1:].clamp(min=0.0)
+    hit = eligible & (held >= threshold)
+    counts = torch.stack([hit.sum((1, 2)), (wanted >= 0).sum((1, 2))], dim=1)
+    stamps = torch.where(hit, step, selected_at)
+
+    block, gain = top_missing(mass, resident, low, high, min(max_new, places))
+    oldest_first = stamps.argsort(dim=2, stable=True)
+    worst_first = oldest_first.gather(2, held.gather(2, oldest_first).argsort(dim=2, stable=True))
+    paired = worst_first[..., : block.shape[2]]
+    floor = held.gather(2, paired)
+    accept = (block >= 0) & torch.where(floor < 0, gain > 0, gain > floor + margin)
+    stamps = stamps.scatter(2, paired, torch.where(accept, step, stamps.gather(2, paired)))
+    return torch.where(accept, paired, EMPTY), torch.where(accept, block, EMPTY), stamps, counts
+
+
+def _candidates(mass: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    number = torch.arange(mass.shape[2], device=mass.device)
+    return ((number >= low[:, None]) & (number < high[:, None]))[:, None, :]
+
+
+def minmax_write(bounds: Tensor, pages: Tensor, keys: Tensor) -> None:
+    """Store the smallest and largest value of each key channel: `bounds` is `(num_pages, H, 2, D)`, `keys` `(n, H, B, D)`."""
+    bounds[pages] = torch.stack([keys.amin(2), keys.amax(2)], dim=2).to(bounds.dtype)
+
+
+def minmax_score(bounds: Tensor, pages: Tensor, queries: Tensor, scale: float) -> Tensor:
+    """The largest logit that any key within the bounds could give (Quest, arXiv 2406.10774, section 3.2): `(S, R, Hq, N)`."""
+    sequences, rows, query_heads, head_dim = queries.shape
+    kept = bounds[pages.clamp(min=0)].permute(0, 2, 3, 4, 1).float()
+    kv_heads = kept.shape[1]
+    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(
+        sequences, kv_heads, -1, head_dim
+    )
+    grouped = grouped.float() * scale
+    logits = grouped.clamp(max=0) @ kept[:, :, 0] + grouped.clamp(min=0) @ kept[:, :, 1]
+    logits = logits.view(sequences, kv_heads, rows, -1, pages.shape[1]).permute(0, 2, 1, 3, 4)
+    return logits.reshape(sequences, rows, query_heads, pages.shape[1])
+
+
+def transform_write(
+    codes: Tensor,
+    pages: Tensor,
+    keys: Tensor,
+    mean: Tensor,
+    encode: Tensor,
+    thresholds: Tensor,
+    nibbles: Tensor,
+    shifts: Tensor,
+) -> None:
+    """Encode sealed blocks: `c_j = code((k - mean) @ encode)_j`, packed into nibbles.
+
+    Args:
+        codes: `(num_pages, M, B / 2)` uint8, written. M nibbles per token over all kv heads, those of a head adjacent;
+            the low half of byte `t` belongs to token `t`, the high half to token `t + B / 2`.
+        pages: `(n,)`.
+        keys: `(n, H, B, D)`.
+        mean: `(H, D)`.
+        encode: `(H, D, C)`.
+        thresholds: `(H, C, 15)`, ascending, padded with +inf: a component's code is the number of thresholds below it.
+        nibbles, shifts: `(H, C)`: which nibble holds the component, and at which bit; unused components have no thresholds.
+    """
+    half = keys.shape[2] // 2
+    components = ((keys.float() - mean[:, None]) @ encode).nan_to_num(0.0)
+    code = torch.zeros_like(components, dtype=torch.uint8)
+    for step in range(thresholds.shape[2]):
+        code += components > thresholds[:, None, :, step]
+    shifted = code << shifts[:, None].to(torch.uint8)
+    packed = torch.zeros((keys.shape[0], codes.shape[1], keys.shape[2]), dtype=torch.uint8, device=codes.device)
+    packed.index_add_(1, nibbles.flatten(), shifted.permute(0, 1, 3, 2).flatten(1, 2))
+    codes[pages] = packed[..., :half] | (packed[..., half:] << 4)
+
+
+def transform_score(
+    codes: Tensor,
+    pages: Tensor,
+    queries: Tensor,
+    mean: Tensor,
+    decode: Tensor,
+    levels: Tensor,
+    components: Tensor,
+    offsets: Tensor,
+    scale: float,
+) -> Tensor:
+    """Block logits from transform codes, by one 16-entry table per nibble and query.
+
+    Args:
+        codes: as in `transform_write`.
+        pages: `(S, N)`; `EMPTY` entries give meaningless logits.
+        queries: `(S, R, Hq, D)`.
+        mean: `(H, D)`.
+        decode: `(H, C, D)`: a key is about `mean + level(code) @ decode`.
+        levels: `(M, 16, 4)`: what each value of a nibble says of its (at most 4) components.
+        components: `(M, 4)`: which components those are, counted over `H * C`.
+        offsets: `(H,)`: the first nibble of each head.
+
+    Returns:
+        `(S, R, Hq, N)` in float32.
+    """
+    sequences, rows, query_heads, head_dim = queries.shape
+    num_blocks = pages.shape[1]
+    kv_heads = mean.shape[0]
+    num_nibbles = codes.shape[1]
+    block_size = codes.shape[2] * 2
+    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).float() * scale
+    rotated = torch.einsum("srhgd,hcd->shcrg", grouped, decode)
+    width = rotated.shape[3] * rotated.shape[4]
+    by_component = rotated.reshape(sequences, -1, width)[:, components]
+    tables = torch.einsum("mvj,smjw->smvw", levels, by_component).reshape(-1, width)
+
+    packed = codes[pages.clamp(min=0)]
+    nibble = torch.cat([packed & 15, packed >> 4], dim=3).transpose(2, 3).to(torch.int32)
+    entry = nibble + 16 * torch.arange(num_nibbles, dtype=torch.int32, device=codes.device)
+    entry += (16 * num_nibbles) * torch.arange(sequences, dtype=torch.int32, device=codes.device)[:, None, None, None]
+    tokens = sequences * num_blocks * block_size
+    bags = torch.arange(tokens, dtype=torch.int32, device=codes.device)[:, None] * num_nibbles + offsets.to(torch.int32)
+    logits = F.embedding_bag(entry.flatten(), tables, bags.flatten(), mode="sum")
+    blocks = logits.view(sequences, num_blocks, block_size, kv_heads, width).logsumexp(2)
+    blocks = blocks.view(sequences, num_blocks, kv_heads, rows, -1).permute(0, 3, 2, 4, 1)
+    bias = torch.einsum("srhgd,hd->srhg", grouped, mean)
+    return (blocks + bias[..., None]).reshape(sequences, rows, query_heads, num_blocks)

@@ -1,0 +1,1 @@
+"""Lookahead predictors: one idea per file, registered under `oasiskv.predictors`."""

@@ -1,0 +1,25 @@
+"""The paper's predictor: the queries of draft tokens, which ride in the same forward, say what the next step will look at.
+
+Rows of rejected drafts are dropped: their queries belong to a text that was not written, and following them costs more than
+having no drafts at all. Without drafts this is `previous`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..abc import BlockIndex, Predictor
+
+
+class Lookahead(Predictor):
+    """Scores by the mean mass over the accepted rows of the step."""
+
+    def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        return index.summary_mass(queries)
+
+    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        if mass.shape[1] == 1:
+            return mass[:, 0]
+        row = torch.arange(mass.shape[1], device=mass.device)
+        kept = (row < accepted[:, None]).to(mass.dtype)
+        return (mass * kept[:, :, None, None]).sum(1) / accepted[:, None, None]

@@ -1,0 +1,19 @@
+"""The yardstick: the step's own queries against the keys themselves, before the step attends. No predictor can do better."""
+
+from __future__ import annotations
+
+import torch
+
+from ..abc import BlockIndex, Predictor
+
+
+class Oracle(Predictor):
+    """Chooses by the true attention mass of the present step; reads all keys from the arena, so it saves no traffic."""
+
+    foreground = True
+
+    def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        return index.exact_mass(queries)
+
+    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        return mass.mean(1)

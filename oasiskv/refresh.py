@@ -1,0 +1,179 @@
+"""Renews the selected blocks of one layer for the next step: the background work behind every `step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import ops
+from .abc import KeySummary, Predictor
+from .arena import Arena
+from .config import OasisConfig
+from .metrics import Counters
+from .pool import Pool
+from .types import EMPTY, ModelShape
+from .working_set import WorkingSets
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The parts of a manager that steps and background work share."""
+
+    shape: ModelShape
+    config: OasisConfig
+    pool: Pool
+    arena: Arena
+    sets: WorkingSets
+    summary: KeySummary
+    predictor: Predictor
+    counters: Counters
+
+
+class LayerIndex:
+    """Answers a predictor about the sealed blocks of some sequences in one layer, and remembers the last answer."""
+
+    def __init__(self, rooms: Rooms, layer: int, pages: torch.Tensor, num_blocks: torch.Tensor, scale: float) -> None:
+        self._rooms = rooms
+        self._layer = layer
+        self._pages = pages
+        self._num_blocks = num_blocks
+        self._scale = scale
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        if self._last is None or self._last[0] is not queries:
+            logits = self._rooms.summary.score(self._layer, queries, self._pages, self._scale)
+            self._last = (queries, ops.block_mass(logits, self._num_blocks, self._rooms.shape.kv_heads))
+        return self._last[1]
+
+    def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        kv_heads = self._rooms.shape.kv_heads
+        logits = ops.exact_logits(queries, self._rooms.arena.layers[self._layer], self._pages, kv_heads, self._scale)
+        return ops.block_mass(logits, self._num_blocks, kv_heads)
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """The sparse sequences of a step, as tables; fixed for all layers.
+
+    Attributes:
+        rows: `(S,)` rows of the manager's tables.
+        pages: `(S, N)` arena pages by block.
+        num_blocks: `(S,)` sealed blocks.
+        strips: `(S, C)` strips of the selected places.
+    """
+
+    rows: torch.Tensor
+    pages: torch.Tensor
+    num_blocks: torch.Tensor
+    strips: torch.Tensor
+
+    def arena_slots(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Where blocks `(S, H, K)` lie in the arena; `EMPTY` stays `EMPTY`."""
+        heads = blocks.shape[1]
+        pages = self.pages[:, None, :].expand(-1, heads, -1).gather(2, blocks.clamp(min=0))
+        slots = pages * heads + torch.arange(heads, device=blocks.device)[:, None]
+        return torch.where((blocks >= 0) & (pages >= 0), slots, EMPTY)
+
+    def pool_slots(self, places: torch.Tensor) -> torch.Tensor:
+        """Where selected places `(S, H, K)` lie in the pool; `EMPTY` stays `EMPTY`."""
+        heads = places.shape[1]
+        strips = self.strips[:, None, :].expand(-1, heads, -1).gather(2, places.clamp(min=0))
+        slots = strips * heads + torch.arange(heads, device=places.device)[:, None]
+        return torch.where(places >= 0, slots, EMPTY)
+
+
+class Refresh:
+    """A `LayerWork`: scores the queries of a step, swaps blocks in the persistent set, and loads the new ones."""
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        layer: int,
+        sparse: SparseRows,
+        index: LayerIndex,
+        queries: torch.Tensor,
+        accepted: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        step: int,
+        max_new: int,
+    ) -> None:
+        self.layer = layer
+        self._rooms = rooms
+        self._sparse = sparse
+        self._index = index
+        self._queries = queries
+        self._accepted = accepted
+        self._low, self._high = low, high
+        self._step = step
+        self._max_new = max_new
+        self.places = torch.empty(0)
+
+    def predict(self) -> None:
+        predictor = self._rooms.predictor
+        row_mass = predictor.score(self.layer, self._queries, self._index)
+        self._mass = predictor.aggregate(self.layer, row_mass, self._accepted)
+
+    def select(self) -> None:
+        rooms, layer, rows = self._rooms, self.layer, self._sparse.rows
+        group = rooms.shape.group_size
+        resident = rooms.sets.selected[layer][rows]
+        self.places, self._blocks, self._stamps, counts = ops.select(
+            self._mass,
+            resident,
+            rooms.sets.selected_at[layer][rows],
+            self._low,
+            self._high,
+            self._step,
+            self._max_new,
+            rooms.config.swap_margin * group,
+        )
+        self._resident = resident
+        number = torch.arange(self._mass.shape[2], device=self._mass.device)
+        outside = (number >= self._low[:, None]) & (number < self._high[:, None])
+        missing = (self._mass * outside[:, None]).sum(2) - self._held(resident)
+        rooms.counters.add(
+            wanted_blocks=counts[:, 1].sum(),
+            resident_blocks=counts[:, 0].sum(),
+            coverage_sum=(1 - missing.clamp(min=0) / group).mean(),
+            coverage_count=1,
+        )
+
+    def _held(self, resident: torch.Tensor) -> torch.Tensor:
+        """Mass of the candidates that are resident, `(S, H)`."""
+        inside = (resident >= self._low[:, None, None]) & (resident < self._high[:, None, None])
+        inside &= resident < self._mass.shape[2]
+        held = self._mass.gather(2, resident.clamp(min=0, max=self._mass.shape[2] - 1))
+        return (held * inside).sum(2)
+
+    def mark(self) -> None:
+        self._publish(_replaced(self._resident, self.places, torch.full_like(self._blocks, EMPTY)))
+
+    def transfer(self) -> None:
+        rooms = self._rooms
+        ops.copy_blocks(
+            rooms.arena.layers[self.layer],
+            rooms.pool.layers[self.layer],
+            self._sparse.arena_slots(self._blocks),
+            self._sparse.pool_slots(self.places),
+        )
+        self._publish(_replaced(self._resident, self.places, self._blocks))
+        moved = self.places >= 0
+        rooms.counters.add(loaded_blocks=moved.sum())
+        rooms.counters.raise_most_new(moved.sum(2).max())
+
+    def _publish(self, resident: torch.Tensor) -> None:
+        sets = self._rooms.sets
+        with sets.lock(self.layer):
+            sets.selected[self.layer][self._sparse.rows] = resident
+            sets.selected_at[self.layer][self._sparse.rows] = self._stamps
+
+
+def _replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """`resident` with `blocks` put into `places`; `EMPTY` places are left out."""
+    count = resident.shape[2]
+    padded = torch.nn.functional.pad(resident, (0, 1), value=EMPTY)
+    padded.scatter_(2, torch.where(places < 0, count, places), blocks)
+    return padded[..., :count]

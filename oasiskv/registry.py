@@ -1,0 +1,38 @@
+"""Finds plug-ins by name through entry points. A plug-in is imported when it is asked for; a broken one breaks its name only."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from .errors import PluginError
+
+PREDICTORS = "oasiskv.predictors"
+KEY_SUMMARIES = "oasiskv.key_summaries"
+
+T = TypeVar("T")
+
+
+def names(group: str) -> list[str]:
+    """Registered names of a group, sorted. Imports nothing."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load(group: str, name: str, base: type[T]) -> type[T]:
+    """The class registered as `name` in `group`, checked to be a `base`.
+
+    Raises:
+        PluginError: no such name, an import that fails, or a class of the wrong kind.
+    """
+    found = list(entry_points(group=group, name=name))
+    if not found:
+        known = ", ".join(names(group)) or "none; is oasiskv installed?"
+        raise PluginError(f"no plug-in {name!r} in {group!r}; registered are: {known}")
+    point = found[0]
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise PluginError(f"plug-in {name!r} of {group!r} ({point.value}) fails to import: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise PluginError(f"plug-in {name!r} of {group!r} ({point.value}) is not a subclass of {base.__qualname__}")
+    return loaded

@@ -1,0 +1,121 @@
+"""Transfer schedulers for hosts without streams: in the caller's thread, or on background threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from .abc import LayerWork, Ticket, TransferScheduler
+from .errors import ConfigError, StateError, WorkerError
+
+
+class WorkTicket(Ticket):
+    """Follows one piece of work through its stages."""
+
+    def __init__(self, work: LayerWork) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._cancelled = False
+        self._transferring = False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run all stages."""
+        try:
+            self._work.predict()
+            self._work.select()
+            with self._lock:
+                self._transferring = not self._cancelled
+                if self._transferring:
+                    self._work.mark()
+            if self._transferring:
+                self._work.transfer()
+        except BaseException as error:  # noqa: BLE001 - it reaches the waiter
+            self._error = error
+        finally:
+            self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        self._raise()
+
+    def skip(self) -> bool:
+        if not self._done.is_set():
+            with self._lock:
+                if not self._transferring:
+                    self._cancelled = True
+                if not self._done.is_set():
+                    return False
+        self._raise()
+        return True
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise WorkerError(
+                f"the background work of layer {self._work.layer} failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+class InlineScheduler(TransferScheduler):
+    """Runs work at once, in the caller's thread: no threads, no waiting, the same result."""
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    def submit(self, work: LayerWork) -> Ticket:
+        if self._closed:
+            raise StateError("the transfer scheduler is closed; create a new manager")
+        ticket = WorkTicket(work)
+        ticket.run()
+        return ticket
+
+    def drain(self) -> None:
+        """Nothing is ever pending."""
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class ThreadScheduler(TransferScheduler):
+    """Runs work on background threads; a layer always goes to the same thread, which keeps its work in order."""
+
+    def __init__(self, workers: int) -> None:
+        if workers < 1:
+            raise ConfigError(f"workers is {workers}; a ThreadScheduler needs at least 1 (InlineScheduler needs none)")
+        self._queues: list[queue.SimpleQueue[WorkTicket | None]] = [queue.SimpleQueue() for _ in range(workers)]
+        self._last: dict[int, WorkTicket] = {}
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(jobs,), name=f"oasiskv-{number}", daemon=True)
+            for number, jobs in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _run(jobs: queue.SimpleQueue[WorkTicket | None]) -> None:
+        while (ticket := jobs.get()) is not None:
+            ticket.run()
+
+    def submit(self, work: LayerWork) -> Ticket:
+        if self._closed:
+            raise StateError("the transfer scheduler is closed; create a new manager")
+        ticket = WorkTicket(work)
+        self._last[work.layer] = ticket
+        self._queues[work.layer % len(self._queues)].put(ticket)
+        return ticket
+
+    def drain(self) -> None:
+        for ticket in self._last.values():
+            ticket._done.wait()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for jobs in self._queues:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()

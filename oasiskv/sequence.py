@@ -1,0 +1,42 @@
+"""One request's cache: a handle with its length and the places it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Phase(Enum):
+    """What of a sequence is on the device."""
+
+    DENSE = "dense"
+    """Every block, block `b` in place `b`."""
+
+    UNSETTLED = "unsettled"
+    """The tail block only: the prompt is in the arena and the working set not chosen yet, since more prompt may come."""
+
+    SPARSE = "sparse"
+    """Sinks, window and selected blocks."""
+
+    FREED = "freed"
+    """Nothing: the handle is dead."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Made by `KVManager.create`, and changed by the manager only.
+
+    Attributes:
+        row: of the manager's tables.
+        length: committed tokens.
+        pages: arena pages of the sealed blocks, `length // block_size` of them.
+        strips: pool strips, by place.
+        summarised: sealed blocks whose summaries are written, counted from the first.
+    """
+
+    row: int
+    length: int = 0
+    phase: Phase = Phase.DENSE
+    pages: list[int] = field(default_factory=list)
+    strips: list[int] = field(default_factory=list)
+    summarised: int = 0

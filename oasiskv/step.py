@@ -1,0 +1,174 @@
+"""One forward over a batch of sequences: attend layer by layer, then commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from typing import TYPE_CHECKING
+
+import torch
+
+from .decode import DecodeRows
+from .errors import InputError, StateError
+from .prefill import PrefillRows
+from .sequence import Phase, Sequence
+from .types import MAX_STEP_ROWS
+
+if TYPE_CHECKING:
+    from .manager import KVManager
+
+
+class Step:
+    """Made by `KVManager.begin_step`. Rows of all sequences are packed one after another, in the order of the sequences.
+
+    A sequence with at most `MAX_STEP_ROWS` rows and a history decodes over its working set; any other prefills, with exact
+    attention over its whole history, one layer at a time on the device.
+    """
+
+    def __init__(self, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int]) -> None:
+        self.manager = manager
+        self.sequences = sequences
+        self.num_tokens = num_tokens
+        self.certain = not any(num_drafts)
+        self._min_accepted = [tokens - drafts for tokens, drafts in zip(num_tokens, num_drafts, strict=True)]
+        self._next_layer = 0
+        self._done = False
+        self._total = sum(num_tokens)
+        decoding = [tokens <= MAX_STEP_ROWS and sequence.length > 0 for sequence, tokens in zip(sequences, num_tokens, strict=True)]
+        offsets = [0]
+        for tokens in num_tokens:
+            offsets.append(offsets[-1] + tokens)
+        self._decode: DecodeRows | None = None
+        self._prefills: list[PrefillRows] = []
+        members = [number for number, flag in enumerate(decoding) if flag]
+        if members:
+            self._decode = DecodeRows(
+                manager,
+                [sequences[number] for number in members],
+                [num_tokens[number] for number in members],
+                [offsets[number] for number in members],
+                self.certain,
+            )
+        try:
+            for number, flag in enumerate(decoding):
+                if not flag:
+                    self._prefills.append(PrefillRows(manager, sequences[number], offsets[number], num_tokens[number]))
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def next_layer(self) -> int:
+        """The layer that must attend next; the number of layers when all have."""
+        return self._next_layer
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers have attended."""
+        return self._next_layer == self.manager.shape.num_layers
+
+    def hint(self, layer: int, hidden: torch.Tensor) -> None:
+        """Show the predictor the residual stream that enters `layer`, `(num_rows, hidden_size)`, before the layer runs."""
+        self._check_live()
+        self.manager.rooms.predictor.hint(layer, hidden)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        """Append the rows' keys and values, and attend.
+
+        Args:
+            layer: every layer once, in order.
+            queries: `(num_rows, query_heads, head_dim)` after rotary embedding.
+            keys, values: `(num_rows, kv_heads, head_dim)`, keys after rotary embedding.
+            scale: of the logits; `head_dim ** -0.5` if `None`.
+
+        Returns:
+            The attention output, in the shape and dtype of `queries`.
+
+        Raises:
+            InputError: a shape, dtype or device that is not the model's.
+            StateError: a layer out of order.
+            WorkerError: the background work of this layer failed in the last step. The step must be aborted.
+        """
+        self._check_live()
+        if layer != self._next_layer:
+            raise StateError(f"layer {layer} attends, but layer {self._next_layer} is next; layers attend once each, in order")
+        shape = self.manager.shape
+        self._check("queries", queries, (self._total, shape.query_heads, shape.head_dim))
+        self._check("keys", keys, (self._total, shape.kv_heads, shape.head_dim))
+        self._check("values", values, (self._total, shape.kv_heads, shape.head_dim))
+        scale = shape.head_dim**-0.5 if scale is None else scale
+        if self._decode is not None and not self._prefills:
+            output = self._decode.attend(layer, queries, keys, values, scale)
+        else:
+            output = torch.empty_like(queries)
+            if self._decode is not None:
+                rows = self._decode.packed
+                output[rows] = self._decode.attend(layer, queries[rows], keys[rows], values[rows], scale)
+            for prefill in self._prefills:
+                rows = prefill.packed
+                output[rows] = prefill.attend(layer, queries[rows], keys[rows], values[rows], scale)
+        self._next_layer += 1
+        return output
+
+    def _check(self, name: str, tensor: torch.Tensor, size: tuple[int, ...]) -> None:
+        shape = self.manager.shape
+        if tensor.shape != size:
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}; this step needs {size}: rows, heads, head_dim")
+        if tensor.dtype != shape.dtype or tensor.device.type != shape.device.type:
+            raise InputError(
+                f"{name} is {tensor.dtype} on {tensor.device}; the manager was made for {shape.dtype} on {shape.device}"
+            )
+
+    def commit(self, accepted: Sequences[int] | None = None) -> None:
+        """Keep the first `accepted[i]` rows of each sequence (all, if `None`) and forget the others.
+
+        Raises:
+            InputError: fewer than the rows that are no drafts, or more than there were.
+            StateError: some layer has not attended.
+        """
+        self._check_live()
+        if not self.complete:
+            raise StateError(f"{self._next_layer} of {self.manager.shape.num_layers} layers have attended; commit comes after the last")
+        kept = list(accepted) if accepted is not None else self.num_tokens
+        if len(kept) != len(self.sequences):
+            raise InputError(f"accepted has {len(kept)} entries for {len(self.sequences)} sequences")
+        for count, least, most in zip(kept, self._min_accepted, self.num_tokens, strict=True):
+            if not least <= count <= most:
+                raise InputError(f"accepted is {count}; this step has {most} rows, of which {most - least} are drafts")
+        self._finish()
+        by_sequence = {id(sequence): count for sequence, count in zip(self.sequences, kept, strict=True)}
+        counters = self.manager.rooms.counters
+        if self._decode is not None:
+            counters.add(decoded_tokens=sum(by_sequence[id(s)] for s in self._decode.sequences))
+            self._decode.commit([by_sequence[id(s)] for s in self._decode.sequences])
+        for prefill in self._prefills:
+            prefill.commit()
+            counters.add(prefilled_tokens=prefill.num_tokens)
+            dropped = prefill.num_tokens - by_sequence[id(prefill.sequence)]
+            if dropped:
+                self.manager.crop(prefill.sequence, prefill.sequence.length - dropped)
+        counters.add(steps=1)
+
+    def abort(self) -> None:
+        """Forget the step: the sequences are as they were before it. Idempotent, also after `commit`."""
+        if self._done:
+            return
+        self._finish()
+        if self._decode is not None:
+            self._decode.abort()
+        for prefill in self._prefills:
+            prefill.abort()
+
+    def _finish(self) -> None:
+        self._done = True
+        self.manager.close_step(self)
+
+    def _check_live(self) -> None:
+        if self._done:
+            raise StateError("the step was committed or aborted; begin a new one")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any sequence of the step decodes over a bounded working set."""
+        return self._decode is not None and any(s.phase is Phase.SPARSE for s in self._decode.sequences)

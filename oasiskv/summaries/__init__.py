@@ -1,0 +1,1 @@
+"""Key summaries: one idea per file, registered under `oasiskv.key_summaries`."""
