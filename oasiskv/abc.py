@@ -107,7 +107,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        """Mass per row: `(num_sequences, num_rows, query_heads, head_dim)` to `(num_sequences, num_rows, kv_heads, num_blocks)`."""
+        """Mass per row; shapes as in `BlockIndex`."""
 
     @abstractmethod
     def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
@@ -152,8 +152,8 @@ class Ticket(ABC):
 
 
 class TransferScheduler(ABC):
-    """Runs `LayerWork` beside the foreground. Work of one layer runs in the order of submission. An error ends its work where it
-    stands (what `mark` took out of the table stays out) and is kept for the ticket's holder."""
+    """Runs `LayerWork` beside the foreground. Work of one layer runs in the order of submission. An error ends its work where
+    it stands (what `mark` took out of the table stays out) and is kept for the ticket's holder."""
 
     @abstractmethod
     def submit(self, work: LayerWork) -> Ticket:

@@ -32,7 +32,9 @@ class Arena:
         limit = limit_bytes if limit_bytes is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.num_pages = limit // self.page_bytes
         if self.num_pages < 1:
-            raise ConfigError(f"arena_bytes is {limit}, less than one block over all layers and kv heads: {self.page_bytes} bytes")
+            raise ConfigError(
+                f"arena_bytes is {limit}, less than one block over all layers and kv heads: {self.page_bytes} bytes"
+            )
         slots = self.num_pages * shape.kv_heads
         layer_bytes = slots * shape.slot_bytes(block_size)
         self._page_layer_bytes = shape.kv_heads * shape.slot_bytes(block_size)
@@ -115,7 +117,7 @@ class Arena:
         """Register what the high-water mark has reached, chunk by chunk, per layer."""
         if not self._pinned:
             return
-        cudart = torch.cuda.cudart()
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         wanted = self._high_water * self._page_layer_bytes
         for layer, tensor in enumerate(self.layers):
             while self._registered[layer] < wanted:
@@ -123,13 +125,15 @@ class Arena:
                 size = min(_REGISTER_BYTES, tensor.numel() * tensor.itemsize - start)
                 error = int(cudart.cudaHostRegister(tensor.data_ptr() + start, size, 0))
                 if error:
-                    raise ArenaExhausted(f"page-locking {size} bytes of the arena failed with CUDA error {error}; lower arena_bytes")
+                    raise ArenaExhausted(
+                        f"page-locking {size} bytes of the arena failed with CUDA error {error}; lower arena_bytes"
+                    )
                 self._registered[layer] = start + size
 
     def close(self) -> None:
         """Give everything back to the system."""
         if self._pinned:
-            cudart = torch.cuda.cudart()
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for layer, tensor in enumerate(self.layers):
                 for start in range(0, self._registered[layer], _REGISTER_BYTES):
                     cudart.cudaHostUnregister(tensor.data_ptr() + start)

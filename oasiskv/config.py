@@ -82,8 +82,8 @@ class OasisConfig:
             )
         if self.dense_threshold is not None and self.dense_threshold < self.budget_tokens:
             raise ConfigError(
-                f"dense_threshold is {self.dense_threshold}, below budget_tokens {self.budget_tokens}: a sequence that fits the "
-                f"budget loses nothing by staying dense; use at least {self.budget_tokens}, or None"
+                f"dense_threshold is {self.dense_threshold}, below budget_tokens {self.budget_tokens}: a sequence that fits "
+                f"the budget loses nothing by staying dense; use at least {self.budget_tokens}, or None"
             )
 
     def _require_int(self, name: str, minimum: int) -> None:

@@ -66,7 +66,9 @@ class DecodeRows:
         size, heads = config.block_size, self._rooms.shape.kv_heads
         most = max(self._num_tokens)
         self._ragged = any(tokens != most for tokens in self._num_tokens)
-        positions, strips, offsets = [], [], []
+        positions: list[list[int]] = []
+        strips: list[int] = []
+        offsets: list[int] = []
         for sequence, tokens in zip(self.sequences, self._num_tokens, strict=True):
             dense = sequence.phase is Phase.DENSE
             own = range(sequence.length, sequence.length + tokens)
@@ -186,9 +188,7 @@ class DecodeRows:
             if rooms.config.correction_blocks and not rooms.predictor.foreground:
                 arena = rooms.arena.layers[layer]
                 arena_blocks, arena_slots = self._correct(index, sparse_queries, selected)
-        output, _ = ops.paged_attention(
-            padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale
-        )
+        output, _ = ops.paged_attention(padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale)
         self._remember(layer, padded)
         if self._sparse is not None and not rooms.predictor.foreground:
             self._later(layer, index, sparse_queries)
@@ -205,12 +205,10 @@ class DecodeRows:
             return
         if not ticket.skip():
             with self._rooms.sets.lock(layer):
-                late = (self._rooms.sets.selected[layer][self._rows] < 0).sum() if self._sparse is not None else 0
+                late = (self._rooms.sets.selected[layer][self._rows] < 0).sum()
             self._rooms.counters.add(late_layers=1, late_blocks=late)
 
-    def _correct(
-        self, index: LayerIndex, queries: torch.Tensor, selected: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _correct(self, index: LayerIndex, queries: torch.Tensor, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks that the exact query misses most, to be read from the arena: `(S, H, m)` blocks and slots."""
         assert self._sparse is not None
         config, shape = self._rooms.config, self._rooms.shape

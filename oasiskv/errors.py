@@ -39,3 +39,7 @@ class PluginError(OasisError, ImportError):
 
 class UnsupportedModel(OasisError, TypeError):
     """A model, cache or generation mode that the library cannot serve."""
+
+
+class IntegrityError(OasisError, AssertionError):
+    """Something that must always hold does not: a fault of this library, or memory written from outside."""

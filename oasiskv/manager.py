@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Sequences
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
 from types import TracebackType
 
 import torch
@@ -12,6 +13,7 @@ from .abc import KeySample, KeySummary, Predictor, Ticket, TransferScheduler
 from .arena import Arena
 from .config import OasisConfig
 from .errors import InputError, OasisError, StateError
+from .integrity import check_integrity
 from .metrics import Counters, Stats
 from .pool import Pool
 from .refresh import LayerIndex, Rooms, SparseRows
@@ -41,7 +43,9 @@ class KVManager:
         scheduler: runs the background work; by default as `config.workers` says.
     """
 
-    def __init__(self, shape: ModelShape, config: OasisConfig | None = None, scheduler: TransferScheduler | None = None) -> None:
+    def __init__(
+        self, shape: ModelShape, config: OasisConfig | None = None, scheduler: TransferScheduler | None = None
+    ) -> None:
         config = config or OasisConfig()
         self.shape = shape
         self.config = config
@@ -279,7 +283,7 @@ class KVManager:
         queries = sets.recent[layer][sequence.row : sequence.row + 1, RECENT_ROWS - rows :]
         pages = torch.tensor([sequence.pages], dtype=torch.int64, device=self.shape.device)
         count = torch.tensor([len(sequence.pages)], device=self.shape.device)
-        index = LayerIndex(self.rooms, layer, pages, count, self.shape.head_dim**-0.5)
+        index = LayerIndex(self.rooms, layer, pages, count, sets.scales[layer])
         mass = index.summary_mass(queries).mean(1)
         nothing = torch.full((1, self.shape.kv_heads, 1), EMPTY, device=self.shape.device)
         bounds = torch.tensor([[low], [high]], device=self.shape.device)
@@ -348,7 +352,9 @@ class KVManager:
         if tail is not None:
             parts.append(tail[:, :, : length % size].clone())
         if not parts:
-            parts.append(torch.zeros((self.shape.kv_heads, 2, 0, self.shape.head_dim), dtype=self.shape.dtype, device=self.shape.device))
+            parts.append(
+                torch.zeros((self.shape.kv_heads, 2, 0, self.shape.head_dim), dtype=self.shape.dtype, device=self.shape.device)
+            )
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return both[:, 0], both[:, 1]
 
@@ -387,7 +393,7 @@ class KVManager:
     def stats(self) -> Stats:
         """What the manager holds and has done."""
         counters, rooms = self.rooms.counters, self.rooms
-        live = list(self._sequences.values())
+        live = self.sequences
         tokens = sum(sequence.length for sequence in live)
         moved = int(counters.loaded_blocks) + int(counters.corrected_blocks)
         wanted = int(counters.wanted_blocks)
@@ -416,6 +422,15 @@ class KVManager:
         )
 
     # Life
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The live sequences."""
+        return list(self._sequences.values())
+
+    def check_integrity(self) -> None:
+        """See `integrity.check_integrity`."""
+        check_integrity(self)
 
     def drain(self) -> None:
         """Wait for all background work. Raises `WorkerError` if some of it failed, once per failure."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, dataclass, field
 
+import torch
+
 
 @dataclass
 class Counters:
@@ -20,21 +22,21 @@ class Counters:
     stored_blocks: int = 0
     late_layers: int = 0
     late_blocks: int = 0
-    most_new_blocks: int = 0
+    most_new_blocks: int | torch.Tensor = 0
     coverage_sum: float = 0.0
     coverage_count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, **amounts: float) -> None:
-        """Add to totals by name."""
+    def add(self, **amounts: float | torch.Tensor) -> None:
+        """Add to totals by name. A tensor stays a tensor until a report asks: nothing here waits for the device."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def raise_most_new(self, blocks: int) -> None:
+    def raise_most_new(self, blocks: torch.Tensor) -> None:
         """Remember the largest number of blocks that one head received in one step."""
         with self._lock:
-            self.most_new_blocks = max(self.most_new_blocks, blocks)
+            self.most_new_blocks = torch.maximum(blocks, torch.as_tensor(self.most_new_blocks, device=blocks.device))
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Stats:
         late_blocks: blocks left out because their move was not done; `late_layers` counts the layers that did not wait.
         loaded_blocks, corrected_blocks, stored_blocks: blocks moved to the pool, read in place, and written to the arena.
         moved_bytes_per_token: host-to-device bytes per decoded token: loads and in-place reads.
-        most_new_blocks: the largest number of loaded and corrected blocks of any head in one step.
+        most_new_blocks: the largest number of blocks that any head loaded in one step.
     """
 
     sequences: int

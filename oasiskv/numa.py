@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 from pathlib import Path
 
 import torch
@@ -22,7 +23,11 @@ def node_of(device: torch.device) -> int | None:
     if nodes() < 2:
         return None
     properties = torch.cuda.get_device_properties(device)
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        domain, bus, slot = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+    except AttributeError:
+        return None
+    address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
     try:
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
     except (OSError, ValueError):
@@ -32,8 +37,6 @@ def node_of(device: torch.device) -> int | None:
 
 def bind(region: mmap.mmap, node: int) -> bool:
     """Prefer `node` for the untouched pages of a region. False where the system cannot; the memory works all the same."""
-    import platform
-
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
         return False

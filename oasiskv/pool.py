@@ -49,6 +49,11 @@ class Pool:
         return len(self._free)
 
     @property
+    def free_list(self) -> tuple[int, ...]:
+        """The free strips."""
+        return tuple(self._free)
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the pool's tensors."""
         return sum(layer.numel() * layer.itemsize for layer in self.layers)
@@ -67,8 +72,8 @@ class Pool:
             if self._limit is not None:
                 needed = (self.num_strips + missing) * self.strip_bytes
                 raise PoolExhausted(
-                    f"the pool has {self.free_strips} of {self.num_strips} blocks per head free and needs {count}: pool_bytes must "
-                    f"be at least {needed} (now {self._limit}); raise it, lower budget_tokens, or serve fewer sequences at once"
+                    f"the pool has {self.free_strips} of {self.num_strips} blocks per head free and needs {count}: pool_bytes "
+                    f"must be at least {needed} (now {self._limit}); raise it, lower budget_tokens, or serve fewer sequences at once"
                 )
             self._grow(self.num_strips + missing)
         return [self._free.pop() for _ in range(count)]
@@ -78,6 +83,8 @@ class Pool:
         self._free.extend(strips)
         if self._poison and strips:
             heads = self.shape.kv_heads
-            slots = torch.tensor(strips, device=self.shape.device)[:, None] * heads + torch.arange(heads, device=self.shape.device)
+            slots = torch.tensor(strips, device=self.shape.device)[:, None] * heads + torch.arange(
+                heads, device=self.shape.device
+            )
             for layer in self.layers:
                 layer[slots.flatten()] = float("nan")

@@ -68,7 +68,7 @@ class PrefillRows:
         shape, size = rooms.shape, rooms.config.block_size
         start, end = self._first * size, self._length // size * size
         if end > start:
-            sealed = both[:, :, start:end].unflatten(2, (-1, size)).permute(2, 1, 0, 3, 4)
+            sealed = both[:, :, start:end].reshape(2, shape.kv_heads, -1, size, shape.head_dim).permute(2, 1, 0, 3, 4)
             arena = rooms.arena.layers[layer]
             arena.view(-1, shape.kv_heads, *arena.shape[1:])[self._page_index] = sealed.to(arena.device)
             rooms.counters.add(stored_blocks=len(self._pages) * shape.kv_heads)

@@ -1,7 +1,8 @@
-"""Finds plug-ins by name through entry points. A plug-in is imported when it is asked for; a broken one breaks its name only."""
+"""Finds plug-ins by name through entry points: imported when asked for, and a broken one breaks its own name only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ def names(group: str) -> list[str]:
     return sorted({point.name for point in entry_points(group=group)})
 
 
-def load(group: str, name: str, base: type[T]) -> type[T]:
+def load(group: str, name: str, base: Callable[..., T]) -> Callable[..., T]:
     """The class registered as `name` in `group`, checked to be a `base`.
 
     Raises:
@@ -33,6 +34,8 @@ def load(group: str, name: str, base: type[T]) -> type[T]:
         loaded = point.load()
     except Exception as error:
         raise PluginError(f"plug-in {name!r} of {group!r} ({point.value}) fails to import: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise PluginError(f"plug-in {name!r} of {group!r} ({point.value}) is not a subclass of {base.__qualname__}")
-    return loaded
+    if not (isinstance(loaded, type) and base in loaded.__mro__):
+        kind = getattr(base, "__qualname__", base)
+        raise PluginError(f"plug-in {name!r} of {group!r} ({point.value}) is not a subclass of {kind}")
+    plugin: Callable[..., T] = loaded
+    return plugin

@@ -33,7 +33,9 @@ class Step:
         self._next_layer = 0
         self._done = False
         self._total = sum(num_tokens)
-        decoding = [tokens <= MAX_STEP_ROWS and sequence.length > 0 for sequence, tokens in zip(sequences, num_tokens, strict=True)]
+        decoding = [
+            tokens <= MAX_STEP_ROWS and sequence.length > 0 for sequence, tokens in zip(sequences, num_tokens, strict=True)
+        ]
         offsets = [0]
         for tokens in num_tokens:
             offsets.append(offsets[-1] + tokens)
@@ -98,6 +100,7 @@ class Step:
         self._check("keys", keys, (self._total, shape.kv_heads, shape.head_dim))
         self._check("values", values, (self._total, shape.kv_heads, shape.head_dim))
         scale = shape.head_dim**-0.5 if scale is None else scale
+        self.manager.rooms.sets.scales[layer] = scale
         if self._decode is not None and not self._prefills:
             output = self._decode.attend(layer, queries, keys, values, scale)
         else:
@@ -106,8 +109,8 @@ class Step:
                 rows = self._decode.packed
                 output[rows] = self._decode.attend(layer, queries[rows], keys[rows], values[rows], scale)
             for prefill in self._prefills:
-                rows = prefill.packed
-                output[rows] = prefill.attend(layer, queries[rows], keys[rows], values[rows], scale)
+                own = prefill.packed
+                output[own] = prefill.attend(layer, queries[own], keys[own], values[own], scale)
         self._next_layer += 1
         return output
 
@@ -129,7 +132,9 @@ class Step:
         """
         self._check_live()
         if not self.complete:
-            raise StateError(f"{self._next_layer} of {self.manager.shape.num_layers} layers have attended; commit comes after the last")
+            raise StateError(
+                f"{self._next_layer} of {self.manager.shape.num_layers} layers have attended; commit comes after the last"
+            )
         kept = list(accepted) if accepted is not None else self.num_tokens
         if len(kept) != len(self.sequences):
             raise InputError(f"accepted has {len(kept)} entries for {len(self.sequences)} sequences")

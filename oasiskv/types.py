@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -57,7 +57,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
@@ -71,7 +71,8 @@ class ModelShape:
                 "pass the numbers of one tensor-parallel rank, both divided alike"
             )
         if self.dtype not in SUPPORTED_DTYPES:
-            raise ConfigError(f"ModelShape.dtype is {self.dtype}; supported are {', '.join(map(str, SUPPORTED_DTYPES))}")
+            supported = ", ".join(map(str, SUPPORTED_DTYPES))
+            raise ConfigError(f"ModelShape.dtype is {self.dtype}; supported are {supported}")
         object.__setattr__(self, "device", torch.device(self.device))
 
     @property

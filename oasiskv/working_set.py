@@ -33,10 +33,12 @@ class WorkingSets:
         heads, chosen = shape.kv_heads, config.selected_blocks
         self.strips = torch.full((0, config.budget_blocks), EMPTY, dtype=torch.int64, device=device)
         self.pages = torch.full((0, 0), EMPTY, dtype=torch.int64, device=device)
-        self.selected = [torch.full((0, heads, chosen), EMPTY, dtype=torch.int64, device=device) for _ in range(shape.num_layers)]
+        empty = torch.full((0, heads, chosen), EMPTY, dtype=torch.int64, device=device)
+        self.selected = [empty.clone() for _ in range(shape.num_layers)]
         self.selected_at = [torch.zeros_like(table) for table in self.selected]
         recent = (0, RECENT_ROWS, shape.query_heads, shape.head_dim)
         self.recent = [torch.zeros(recent, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        self.scales = [shape.head_dim**-0.5] * shape.num_layers
         self._locks = [threading.Lock() for _ in range(shape.num_layers)]
 
     def lock(self, layer: int) -> threading.Lock:

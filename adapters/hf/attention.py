@@ -1,7 +1,7 @@
 """The attention and mask functions that transformers calls while a model runs with `attn_implementation="oasis"`.
 
-Nothing of a model is patched: `update` of a cache layer marks the key tensor that it returns, the model hands that tensor to the
-attention function, and the mark says whose it is. Calls without a mark (sliding layers, other caches) go to sdpa.
+Nothing of a model is patched: `update` of a cache layer marks the key tensor that it returns, the model hands that tensor to
+the attention function, and the mark says whose it is. Calls without a mark (sliding layers, other caches) go to sdpa.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def oasis_attention(
     name = type(module).__name__
     for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(option) is not None:
-            raise UnsupportedModel(f"{name} uses {option} in a full-attention layer, which attention over a working set does not have")
+            raise UnsupportedModel(
+                f"{name} uses {option} in a full-attention layer, which attention over a working set does not have"
+            )
     if kwargs.get("output_attentions"):
         raise UnsupportedModel("output_attentions=True asks for the weights of all tokens, which a working set does not hold")
     if dropout and module.training:
@@ -84,7 +86,9 @@ def oasis_mask(
         )
         return mask
     if mask_function is not causal_mask_function:
-        raise UnsupportedModel("the model adds its own pattern to the causal mask of full-attention layers, which cannot be served")
+        raise UnsupportedModel(
+            "the model adds its own pattern to the causal mask of full-attention layers, which cannot be served"
+        )
     return attention_mask
 
 

@@ -66,13 +66,13 @@ def _check_caches(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: 
     for name, value in keywords.items():
         if isinstance(value, OasisCache) and name not in (taken, "past_key_values"):
             raise InputError(
-                f"the OasisCache was passed as {name}=, which {type(model).__name__} of transformers {transformers.__version__} "
-                f"ignores; pass it as {taken}= (OasisCache.keyword tells)"
+                f"the OasisCache was passed as {name}=, which {type(model).__name__} of transformers "
+                f"{transformers.__version__} ignores; pass it as {taken}= (OasisCache.keyword tells)"
             )
         if isinstance(value, OasisCache):
             value.check_model(model)
         elif isinstance(value, object) and not isinstance(value, Cache) and type(value).__name__ == "PagedAttentionCache":
             raise UnsupportedModel(
-                f"{type(model).__name__}.generate_batch brings its own paged cache and cannot use an OasisCache; call generate, "
-                "or close the OasisCache first"
+                f"{type(model).__name__}.generate_batch brings its own paged cache and cannot use an OasisCache; "
+                "call generate, or close the OasisCache first"
             )

@@ -93,9 +93,9 @@ class OasisCache(Cache):
         cache = OasisCache.for_model(model, OasisConfig(budget_tokens=1024))
         model.generate(**inputs, **{cache.keyword: cache}, max_new_tokens=256)
 
-    Full-attention layers are served by a `KVManager`; the sliding-window, linear and other layers of a hybrid model stay stock.
-    While a cache is open its model runs with `attn_implementation="oasis"`, which treats every other cache as sdpa does; `close`
-    (or the end of a `with` block) puts the model back. One cache serves one `generate` at a time.
+    Full-attention layers are served by a `KVManager`; the sliding-window, linear and other layers of a hybrid model stay
+    stock. While a cache is open its model runs with `attn_implementation="oasis"`, which treats every other cache as sdpa
+    does; `close` (or the end of a `with` block) puts the model back. One cache serves one `generate` at a time.
     """
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None) -> None:
@@ -164,7 +164,9 @@ class OasisCache(Cache):
         if keys.shape[2] == 0:
             raise InputError("the forward has no tokens; a prompt needs at least one")
         if batch and keys.shape[0] != batch:
-            raise InputError(f"the cache holds a batch of {batch}, and gets one of {keys.shape[0]}; reset() it, or keep the batch")
+            raise InputError(
+                f"the cache holds a batch of {batch}, and gets one of {keys.shape[0]}; reset() it, or keep the batch"
+            )
 
     def attend(
         self,
@@ -222,8 +224,8 @@ class OasisCache(Cache):
         for sequence, number, seen in zip(self._sequences, counts, total.tolist(), strict=True):
             if seen != sequence.length + number:
                 raise InputError(
-                    f"the attention mask shows {seen} tokens of a sequence that has {sequence.length} in the cache and {number} new; "
-                    "pass the mask of the whole text, cached turns included"
+                    f"the attention mask shows {seen} tokens of a sequence that has {sequence.length} in the cache and "
+                    f"{number} new; pass the mask of the whole text, cached turns included"
                 )
         if not any(counts):
             raise InputError("the forward holds padding only; a prompt needs at least one token")

@@ -6,11 +6,14 @@ Shapes: S sequences, R query rows, Hq query heads, H kv heads, D head_dim, B blo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from . import reference
 
-_library = torch.library.Library("oasiskv", "DEF")
+_library = torch.library.Library("oasiskv", "DEF")  # type: ignore[no-untyped-call]
 
 _SCHEMAS = {
     "append_rows": "(Tensor(a!) pool, Tensor keys, Tensor values, Tensor slots, Tensor offsets) -> ()",
@@ -39,8 +42,8 @@ _SCHEMAS = {
 }
 
 for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema)
-    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 def _nothing(*_: object) -> None:
@@ -87,7 +90,7 @@ def _fake_select(
     )
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "append_rows": _nothing,
     "copy_blocks": _nothing,
     "paged_attention": _fake_attention,
@@ -104,16 +107,23 @@ _FAKES = {
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"oasiskv::{_name}", _fake, lib=_library)
 
-append_rows = torch.ops.oasiskv.append_rows.default
-copy_blocks = torch.ops.oasiskv.copy_blocks.default
-paged_attention = torch.ops.oasiskv.paged_attention.default
-exact_logits = torch.ops.oasiskv.exact_logits.default
-block_mass = torch.ops.oasiskv.block_mass.default
-top_missing = torch.ops.oasiskv.top_missing.default
-select = torch.ops.oasiskv.select.default
-minmax_write = torch.ops.oasiskv.minmax_write.default
-minmax_score = torch.ops.oasiskv.minmax_score.default
-transform_write = torch.ops.oasiskv.transform_write.default
-transform_score = torch.ops.oasiskv.transform_score.default
+
+def _op(name: str) -> Callable[..., Any]:
+    """The op itself, without the overload resolution of `torch.ops.oasiskv.NAME`."""
+    overload: Callable[..., Any] = getattr(torch.ops.oasiskv, name).default
+    return overload
+
+
+append_rows: Callable[..., None] = _op("append_rows")
+copy_blocks: Callable[..., None] = _op("copy_blocks")
+paged_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("paged_attention")
+exact_logits: Callable[..., torch.Tensor] = _op("exact_logits")
+block_mass: Callable[..., torch.Tensor] = _op("block_mass")
+top_missing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("top_missing")
+select: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _op("select")
+minmax_write: Callable[..., None] = _op("minmax_write")
+minmax_score: Callable[..., torch.Tensor] = _op("minmax_score")
+transform_write: Callable[..., None] = _op("transform_write")
+transform_score: Callable[..., torch.Tensor] = _op("transform_score")
 
 NAMES = tuple(_SCHEMAS)

@@ -122,8 +122,8 @@ def exact_logits(queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, s
     block_size = arena.shape[2]
     by_page = arena.view(-1, kv_heads, 2, block_size, head_dim)
     keys = by_page[pages.clamp(min=0).to(arena.device), :, 0].to(queries.device).float()
-    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(
-        sequences, kv_heads, -1, head_dim
+    grouped = (
+        queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, -1, head_dim)
     )
     flat = keys.permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, num_blocks * block_size, head_dim)
     logits = (grouped.float() @ flat.transpose(2, 3)).mul_(scale)
@@ -227,8 +227,8 @@ def minmax_score(bounds: Tensor, pages: Tensor, queries: Tensor, scale: float) -
     sequences, rows, query_heads, head_dim = queries.shape
     kept = bounds[pages.clamp(min=0)].permute(0, 2, 3, 4, 1).float()
     kv_heads = kept.shape[1]
-    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(
-        sequences, kv_heads, -1, head_dim
+    grouped = (
+        queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, -1, head_dim)
     )
     grouped = grouped.float() * scale
     logits = grouped.clamp(max=0) @ kept[:, :, 0] + grouped.clamp(min=0) @ kept[:, :, 1]

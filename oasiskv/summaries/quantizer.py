@@ -25,7 +25,7 @@ class Quantizer:
 def lloyd_max(bits: int) -> Quantizer:
     """The quantiser of 1 to `MAX_BITS` bits, by Lloyd's iteration on evenly spaced quantiles."""
     quantiles = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
-    samples = torch.distributions.Normal(0.0, 1.0).icdf(quantiles)
+    samples = torch.special.ndtri(quantiles)
     count = 2**bits
     levels = samples[(2 * torch.arange(count) + 1) * _SAMPLES // (2 * count)].clone()
     for _ in range(_ROUNDS):

@@ -165,9 +165,7 @@ class Transform(KeySummary):
 
     def write(self, layer: int, pages: torch.Tensor, keys: torch.Tensor) -> None:
         book = self._books[layer]
-        ops.transform_write(
-            self._codes[layer], pages, keys, book.mean, book.encode, book.thresholds, book.nibbles, book.shifts
-        )
+        ops.transform_write(self._codes[layer], pages, keys, book.mean, book.encode, book.thresholds, book.nibbles, book.shifts)
 
     def score(self, layer: int, queries: torch.Tensor, pages: torch.Tensor, scale: float) -> torch.Tensor:
         book = self._books[layer]

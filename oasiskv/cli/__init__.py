@@ -1,0 +1,29 @@
+"""The `oasiskv` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .. import __version__
+from ..errors import OasisError
+from . import generate
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 1 for an error that the message explains, 2 for bad usage, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="oasiskv", description="Long contexts with a bounded KV working set on the device and the full KV in host memory."
+    )
+    parser.add_argument("--version", action="version", version=f"oasiskv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (OasisError, OSError, ImportError) as error:
+        print(f"oasiskv: error: {error}", file=sys.stderr)
+        return 1

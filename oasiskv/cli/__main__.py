@@ -1,0 +1,5 @@
+"""`python -m oasiskv.cli`."""
+
+from . import main
+
+raise SystemExit(main())

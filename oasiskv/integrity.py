@@ -1,0 +1,107 @@
+"""Checks what must hold between any two calls. Costs a pass over all residents: for tests and for hunting a fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import IntegrityError
+from .sequence import Phase, Sequence
+from .working_set import place_of, window_start
+
+if TYPE_CHECKING:
+    from .manager import KVManager
+
+
+def check_integrity(manager: KVManager) -> None:
+    """Raise `IntegrityError` unless slots are conserved, tables agree, and every resident block equals its arena copy.
+
+    Waits for background work. Not for the middle of a step.
+    """
+    manager.drain()
+    _check_strips(manager)
+    _check_pages(manager)
+    for sequence in manager.sequences:
+        _check_tables(manager, sequence)
+        _check_residents(manager, sequence)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise IntegrityError(message)
+
+
+def _check_strips(manager: KVManager) -> None:
+    pool = manager.rooms.pool
+    owners = Counter(strip for sequence in manager.sequences for strip in sequence.strips)
+    owners.update(pool.free_list)
+    _require(
+        owners == Counter(range(pool.num_strips)),
+        f"of {pool.num_strips} strips, these have not exactly one owner: "
+        f"{[strip for strip in range(pool.num_strips) if owners[strip] != 1]}",
+    )
+    limit = manager.config.pool_bytes
+    _require(limit is None or pool.allocated_bytes <= limit, f"the pool takes {pool.allocated_bytes} of {limit} bytes")
+
+
+def _check_pages(manager: KVManager) -> None:
+    arena = manager.rooms.arena
+    holders = Counter(page for sequence in manager.sequences for page in sequence.pages)
+    for page, count in holders.items():
+        _require(arena.references(page) == count, f"page {page} has {count} holders and counts {arena.references(page)}")
+    _require(arena.used_pages == len(holders), f"{arena.used_pages} pages are taken and {len(holders)} held")
+
+
+def _check_tables(manager: KVManager, sequence: Sequence) -> None:
+    sets, config = manager.rooms.sets, manager.config
+    size = config.block_size
+    name = f"sequence in row {sequence.row}, {sequence.phase.value}, {sequence.length} tokens"
+    sealed = sequence.length // size
+    _require(len(sequence.pages) == sealed, f"{name}: {len(sequence.pages)} pages for {sealed} sealed blocks")
+    _require(sets.pages[sequence.row, :sealed].tolist() == sequence.pages, f"{name}: the page table differs")
+    strips = sets.strips[sequence.row]
+    _require(strips[strips >= 0].tolist() == sequence.strips, f"{name}: the strip table differs")
+    if sequence.phase is Phase.DENSE:
+        _require(len(sequence.strips) * size >= sequence.length, f"{name}: {len(sequence.strips)} strips are too few")
+    else:
+        _require(len(sequence.strips) == config.budget_blocks, f"{name}: {len(sequence.strips)} strips, not the budget")
+    if sequence.phase is Phase.SPARSE:
+        _require(sequence.summarised == sealed, f"{name}: {sequence.summarised} of {sealed} sealed blocks are summarised")
+    low, high = config.sink_blocks, window_start(config, sequence.length)
+    for layer, table in enumerate(sets.selected):
+        for head, blocks in enumerate(table[sequence.row].tolist()):
+            chosen = [block for block in blocks if block >= 0]
+            _require(len(set(chosen)) == len(chosen), f"{name}: layer {layer}, head {head} lists a block twice: {chosen}")
+            _require(
+                all(low <= block < high for block in chosen),
+                f"{name}: layer {layer}, head {head} lists {chosen}, outside {low} to {high - 1}",
+            )
+
+
+def _check_residents(manager: KVManager, sequence: Sequence) -> None:
+    config, rooms = manager.config, manager.rooms
+    sealed = len(sequence.pages)
+    if sequence.phase is Phase.UNSETTLED:
+        return
+    if sequence.phase is Phase.DENSE:
+        blocks = list(range(sealed))
+    else:
+        blocks = [*range(config.sink_blocks), *range(window_start(config, sequence.length), sealed)]
+    dense = sequence.phase is Phase.DENSE
+    places = [block if block < config.sink_blocks else place_of(config, block, dense) for block in blocks]
+    pool_slots = manager.slots([sequence.strips[place] for place in places]).flatten()
+    arena_slots = manager.slots([sequence.pages[block] for block in blocks]).flatten()
+    for layer, pool in enumerate(rooms.pool.layers):
+        arena = rooms.arena.layers[layer]
+        here, there = pool_slots, arena_slots
+        if sequence.phase is Phase.SPARSE:
+            sparse = manager.sparse_rows([sequence])
+            selected = rooms.sets.selected[layer][sparse.rows]
+            place = torch.arange(selected.shape[2], device=selected.device).expand_as(selected)
+            listed = selected >= 0
+            here = torch.cat([here, sparse.pool_slots(place)[listed]])
+            there = torch.cat([there, sparse.arena_slots(selected)[listed]])
+        same = pool[here].to(arena.device) == arena[there.to(arena.device)]
+        _require(bool(same.all()), f"sequence in row {sequence.row}: a resident block of layer {layer} differs from the arena")
