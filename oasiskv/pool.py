@@ -73,7 +73,7 @@ class Pool:
                 needed = (self.num_strips + missing) * self.strip_bytes
                 raise PoolExhausted(
                     f"the pool has {self.free_strips} of {self.num_strips} blocks per head free and needs {count}: pool_bytes "
-                    f"must be at least {needed} (now {self._limit}); raise it, lower budget_tokens, or serve fewer sequences at once"
+                    f"must be at least {needed} (now {self._limit}); raise it, lower budget_tokens, or serve fewer sequences"
                 )
             self._grow(self.num_strips + missing)
         return [self._free.pop() for _ in range(count)]

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from oasiskv.errors import InputError, UnsupportedModel
+from oasiskv.errors import InputError
 
 from . import attention
 
@@ -38,7 +37,7 @@ class Binding:
         if model is not None and self._users == 0:
             self._original = model.config._attn_implementation
             model.set_attn_implementation(attention.NAME)
-            self._hook = model.register_forward_pre_hook(_check_caches, with_kwargs=True)
+            self._hook = model.register_forward_pre_hook(_check_call, with_kwargs=True)
         self._users += 1
 
     def detach(self) -> None:
@@ -58,8 +57,8 @@ def cache_keyword(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _check_caches(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Refuse a forward that would ignore an `OasisCache` and run dense without a word, or run it on another model."""
+def _check_call(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Refuse a forward that would ignore an `OasisCache` and run dense without a word, or that it cannot serve."""
     from .cache import OasisCache
 
     taken = cache_keyword(model)
@@ -71,8 +70,6 @@ def _check_caches(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: 
             )
         if isinstance(value, OasisCache):
             value.check_model(model)
-        elif isinstance(value, object) and not isinstance(value, Cache) and type(value).__name__ == "PagedAttentionCache":
-            raise UnsupportedModel(
-                f"{type(model).__name__}.generate_batch brings its own paged cache and cannot use an OasisCache; "
-                "call generate, or close the OasisCache first"
-            )
+            for tokens in (*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds")):
+                if isinstance(tokens, torch.Tensor) and tokens.shape[1] == 0:
+                    raise InputError("the forward has no tokens; a prompt needs at least one")

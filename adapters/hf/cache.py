@@ -161,8 +161,6 @@ class OasisCache(Cache):
                 f"the cache was made for {shape.kv_heads} kv heads of dimension {shape.head_dim}, and gets keys of shape "
                 f"{tuple(keys.shape)}; make one cache per model"
             )
-        if keys.shape[2] == 0:
-            raise InputError("the forward has no tokens; a prompt needs at least one")
         if batch and keys.shape[0] != batch:
             raise InputError(
                 f"the cache holds a batch of {batch}, and gets one of {keys.shape[0]}; reset() it, or keep the batch"

@@ -1,0 +1,124 @@
+"""What the ops should do, in plain loops and float64. Slow, and clear enough to be believed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+EMPTY = -1
+
+
+def attend(query, keys, values, scale):
+    """One query over a list of keys and values: output and logsumexp."""
+    if not keys:
+        return torch.zeros(query.shape[0], dtype=torch.float64), -math.inf
+    logits = torch.stack(keys).double() @ query.double() * scale
+    lse = float(logits.logsumexp(0))
+    return (logits - lse).exp() @ torch.stack(values).double(), lse
+
+
+def paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale):
+    sequences, rows, query_heads, _ = queries.shape
+    kv_heads, block_size = slots.shape[1], pool.shape[2]
+    output = torch.zeros(queries.shape, dtype=torch.float64)
+    lse = torch.full(queries.shape[:3], -math.inf, dtype=torch.float64)
+    group = query_heads // kv_heads
+    for s in range(sequences):
+        for r in range(rows):
+            for h in range(kv_heads):
+                listed = [(pool, *pair) for pair in zip(slots[s, h].tolist(), blocks[s, h].tolist(), strict=True)]
+                if arena is not None:
+                    more = zip(arena_slots[s, h].tolist(), arena_blocks[s, h].tolist(), strict=True)
+                    listed += [(arena, *pair) for pair in more]
+                keys, values = [], []
+                for memory, slot, block in listed:
+                    for offset in range(block_size):
+                        if block != EMPTY and block * block_size + offset <= int(positions[s, r]):
+                            keys.append(memory[slot, 0, offset])
+                            values.append(memory[slot, 1, offset])
+                for q in range(h * group, (h + 1) * group):
+                    output[s, r, q], lse[s, r, q] = attend(queries[s, r, q], keys, values, scale)
+    return output, lse
+
+
+def causal_attention(queries, keys, values, past, scale):
+    """Full attention of `(rows, query_heads, head_dim)` over `(past + rows, kv_heads, head_dim)`."""
+    rows, query_heads, head_dim = queries.shape
+    group = query_heads // keys.shape[1]
+    output = torch.zeros((rows, query_heads, head_dim), dtype=torch.float64)
+    for r in range(rows):
+        for q in range(query_heads):
+            seen = past + r + 1
+            weights = (keys[:seen, q // group].double() @ queries[r, q].double() * scale).softmax(0)
+            output[r, q] = weights @ values[:seen, q // group].double()
+    return output
+
+
+def block_logits(queries, keys, scale):
+    """`queries` `(S, R, Hq, D)`; `keys[s][n]` is `(H, B, D)` or `None` for a page that is padding."""
+    sequences, rows, query_heads, _ = queries.shape
+    num_blocks = max(len(blocks) for blocks in keys)
+    result = torch.full((sequences, rows, query_heads, num_blocks), math.nan, dtype=torch.float64)
+    for s in range(sequences):
+        for r in range(rows):
+            for q in range(query_heads):
+                for n, block in enumerate(keys[s]):
+                    if block is not None:
+                        head = block[q // (query_heads // block.shape[0])].double()
+                        result[s, r, q, n] = (head @ queries[s, r, q].double() * scale).logsumexp(0)
+    return result
+
+
+def block_mass(logits, num_blocks, kv_heads):
+    sequences, rows, query_heads, blocks = logits.shape
+    group = query_heads // kv_heads
+    mass = torch.zeros((sequences, rows, kv_heads, blocks), dtype=torch.float64)
+    for s in range(sequences):
+        count = int(num_blocks[s])
+        for r in range(rows):
+            for q in range(query_heads):
+                weights = [math.exp(float(logits[s, r, q, n])) for n in range(count)]
+                for n in range(count):
+                    mass[s, r, q // group, n] += weights[n] / sum(weights)
+    return mass
+
+
+def top_missing(mass, resident, low, high, count):
+    """Per sequence and head, the list of `(block, mass)`, best first."""
+    sequences, heads, blocks = mass.shape
+    result = []
+    for s in range(sequences):
+        for h in range(heads):
+            held = set(resident[s, h].tolist())
+            free = [n for n in range(blocks) if low[s] <= n < high[s] and n not in held]
+            free.sort(key=lambda n: -float(mass[s, h, n]))
+            result.append([(n, float(mass[s, h, n])) for n in free[: min(count, blocks)]])
+    return result
+
+
+def select(mass, resident, selected_at, low, high, step, max_new, margin):
+    """The resident blocks and their stamps afterwards, both `(S, H, C)`, and the counts `(S, 2)`."""
+    sequences, heads, blocks = mass.shape
+    places = resident.shape[2]
+    after, stamps = resident.clone(), selected_at.clone()
+    counts = torch.zeros((sequences, 2), dtype=torch.int64)
+    missing = top_missing(mass, resident, low, high, min(max_new, places))
+    for s in range(sequences):
+        for h in range(heads):
+            score = mass[s, h].tolist()
+            candidates = sorted((score[n] for n in range(blocks) if low[s] <= n < high[s]), reverse=True)
+            wanted = candidates[:places]
+            held = [score[n] if low[s] <= n < high[s] else -1.0 for n in resident[s, h].tolist()]
+            enough = wanted[-1] if len(wanted) == places else 0.0
+            for place in range(places):
+                if held[place] >= enough:
+                    counts[s, 0] += 1
+                    stamps[s, h, place] = step
+            counts[s, 1] += len(wanted)
+            worst = sorted(range(places), key=lambda place: (held[place], int(stamps[s, h, place]), place))
+            for place, (block, gain) in zip(worst, missing[s * heads + h], strict=False):
+                if (gain > 0) if held[place] < 0 else (gain > held[place] + margin):
+                    after[s, h, place] = block
+                    stamps[s, h, place] = step
+    return after, stamps, counts
