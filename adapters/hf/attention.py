@@ -67,7 +67,8 @@ def oasis_attention(
         raise InputError(f"{name} runs with attention dropout {dropout}; call model.eval() before generating")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModel(
-            f"the attention mask has {attention_mask.ndim} dimensions; pass the 2-d padding mask (0 = padding), or none"
+            f"{name} gets an attention mask of {attention_mask.ndim} dimensions; only causal attention with the 2-d padding "
+            "mask (0 = padding) can be served"
         )
     return layer.attend(query, key, value, attention_mask, scaling), None
 
@@ -79,17 +80,16 @@ def oasis_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,  # noqa: ANN401 - whatever transformers passes on
 ) -> torch.Tensor | None:
-    """The 2-d padding mask as it is for our layers, which mask by position; sdpa's mask for all others."""
-    if not isinstance(kv_length, OasisLength):
-        mask: torch.Tensor | None = sdpa_mask(
-            kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
-        )
-        return mask
-    if mask_function is not causal_mask_function:
-        raise UnsupportedModel(
-            "the model adds its own pattern to the causal mask of full-attention layers, which cannot be served"
-        )
-    return attention_mask
+    """The 2-d padding mask as it is for our layers, which mask by position; sdpa's mask for all others.
+
+    A model may make masks that none of its layers uses, so a pattern of its own is refused where it is used: as a 4-d mask.
+    """
+    if isinstance(kv_length, OasisLength) and mask_function is causal_mask_function:
+        return attention_mask
+    mask: torch.Tensor | None = sdpa_mask(
+        kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    )
+    return mask
 
 
 AttentionInterface.register(NAME, oasis_attention)

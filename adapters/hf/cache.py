@@ -191,11 +191,11 @@ class OasisCache(Cache):
         return self._unpack(output, query)
 
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
+        self._settle_open_step()
         if self._torn:
             raise StateError(
                 "a forward of this hybrid model ended in the middle, and its sliding layers cannot be rolled back; call reset()"
             )
-        self._settle_open_step()
         if not self._sequences:
             self._sequences = [self.manager.create() for _ in range(batch)]
         counts = [rows] * batch
