@@ -69,7 +69,7 @@ def _check_call(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: di
                 f"{transformers.__version__} ignores; pass it as {taken}= (OasisCache.keyword tells)"
             )
         if isinstance(value, OasisCache):
-            value.check_model(model)
+            value.before_forward(model)
             for tokens in (*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds")):
                 if isinstance(tokens, torch.Tensor) and tokens.shape[1] == 0:
                     raise InputError("the forward has no tokens; a prompt needs at least one")

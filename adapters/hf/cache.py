@@ -141,12 +141,14 @@ class OasisCache(Cache):
 
     # A forward, layer by layer
 
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Raise `InputError` unless `model` is the one that the cache was made for."""
+    def before_forward(self, model: PreTrainedModel) -> None:
+        """Called before every forward that gets this cache. Raises `InputError` for another model than the cache's own, and
+        `StateError` if stock layers were left in the middle of a forward."""
         if self._model() is not model:
             raise InputError(
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
+        self._finish_forward()
 
     def check_rows(self, keys: torch.Tensor) -> None:
         """Raise `InputError` for keys that are not of this cache's model, or of another batch."""
@@ -191,11 +193,7 @@ class OasisCache(Cache):
         return self._unpack(output, query)
 
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
-        self._settle_open_step()
-        if self._torn:
-            raise StateError(
-                "a forward of this hybrid model ended in the middle, and its sliding layers cannot be rolled back; call reset()"
-            )
+        self._finish_forward()
         if not self._sequences:
             self._sequences = [self.manager.create() for _ in range(batch)]
         counts = [rows] * batch
@@ -254,15 +252,17 @@ class OasisCache(Cache):
             step.abort()
         self._torn = bool(self._stock)
 
-    def _settle_open_step(self) -> None:
-        """Commit a step whose forward came to its end; drop one whose forward did not."""
+    def _finish_forward(self) -> None:
+        """Commit the step of a forward that came to its end; drop that of one that did not."""
         step = self.manager.open_step
-        if step is None:
-            return
-        if step.complete:
+        if step is not None and step.complete:
             step.commit()
-        else:
+        elif step is not None:
             self._abort()
+        if self._torn:
+            raise StateError(
+                "a forward of this hybrid model ended in the middle, and its sliding layers cannot be rolled back; call reset()"
+            )
 
     # What transformers does to caches
 
@@ -287,7 +287,7 @@ class OasisCache(Cache):
             else:
                 step.commit()
         else:
-            self._settle_open_step()
+            self._finish_forward()
         if left:
             shortest = min(sequence.length for sequence in self._sequences)
             if left > shortest:
@@ -305,7 +305,7 @@ class OasisCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at `indices`, in that order and as often as listed."""
-        self._settle_open_step()
+        self._finish_forward()
         order = torch.as_tensor(indices).tolist()
         for sequence in [s for number, s in enumerate(self._sequences) if number not in set(order)]:
             self.manager.free(sequence)

@@ -76,7 +76,7 @@ def test_a_budget_without_room_for_a_selected_block_names_the_least_that_works(c
 
 
 def test_a_dense_threshold_below_the_budget_names_both():
-    with pytest.raises(ConfigError, match="dense_threshold is 36, below budget_tokens 40.* use at least 40, or None"):
+    with pytest.raises(ConfigError, match=r"dense_threshold is 36, below budget_tokens 40.* use at least 40, or None"):
         OasisConfig(**TINY, dense_threshold=36)
     assert OasisConfig(**TINY, dense_threshold=40).dense_blocks == 10
 

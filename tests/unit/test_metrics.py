@@ -3,6 +3,7 @@ import threading
 from dataclasses import fields
 
 import pytest
+import torch
 
 from oasiskv.metrics import Counters, Stats
 
@@ -29,7 +30,7 @@ def test_an_unknown_counter_is_an_error():
 def test_the_most_new_blocks_only_rise():
     counters = Counters()
     for blocks in (2, 5, 3):
-        counters.raise_most_new(blocks)
+        counters.raise_most_new(torch.tensor(blocks))
     assert counters.most_new_blocks == 5
 
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 import transformers
+from oasiskv.adapters.hf import OasisCache
 from transformers import DynamicCache
 
 from oasiskv import OasisConfig
-from oasiskv.adapters.hf import OasisCache
 from oasiskv.errors import ArenaExhausted, InputError, PoolExhausted, StateError, UnsupportedModel, WorkerError
 
 from .families import COMMON, prompt, tiny
