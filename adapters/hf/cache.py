@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from oasiskv import KVManager, ModelShape, OasisConfig, Sequence, Stats, Step
 from oasiskv.errors import InputError, StateError, UnsupportedModel
@@ -106,7 +106,7 @@ class OasisCache(Cache):
         super().__init__(layers=layers)
         self.keyword = cache_keyword(model)
         self.columns = 0
-        self._stock = [layer for layer in layers if not isinstance(layer, OasisLayer)]
+        self._config = model.config
         self._sequences: list[Sequence] = []
         self._running: list[Sequence] = []
         self._select: torch.Tensor | None = None
@@ -333,8 +333,18 @@ class OasisCache(Cache):
         self._sequences, self._running = [], []
         self.columns = 0
         self._torn = False
-        for layer in self._stock:
-            layer.reset()
+        self._renew_stock_layers()
+
+    def _renew_stock_layers(self) -> None:
+        """Replace the stock layers: some versions of transformers only zero them at a reset, and keep their length."""
+        fresh = DynamicCache(config=self._config.get_text_config(decoder=True)).layers
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, OasisLayer):
+                self.layers[index] = fresh[index]
+
+    @property
+    def _stock(self) -> list[CacheLayerMixin]:
+        return [layer for layer in self.layers if not isinstance(layer, OasisLayer)]
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the signature of transformers
         """Static caches and exported graphs fix their shapes in advance; a working set does not."""

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_levels_are_symmetric_and_thresholds_lie_halfway(bits):
     quantizer = lloyd_max(bits)
     assert quantizer.levels.shape == (2**bits,)
     assert (quantizer.levels.diff() > 0).all()
-    torch.testing.assert_close(quantizer.levels, -quantizer.levels.flip(0), rtol=0, atol=1e-4)
+    torch.testing.assert_close(quantizer.levels, -quantizer.levels.flip(0), rtol=0, atol=5e-4)
     torch.testing.assert_close(quantizer.thresholds, (quantizer.levels[1:] + quantizer.levels[:-1]) / 2)
 
 
@@ -37,6 +39,6 @@ def test_distortions_start_at_the_variance_and_fall():
     values = distortions()
     assert len(values) == MAX_BITS + 1
     assert values[0] == 1.0
-    gains = [a - b for a, b in zip(values[:-1], values[1:], strict=True)]
+    gains = [a - b for a, b in itertools.pairwise(values)]
     assert gains == sorted(gains, reverse=True)
     assert min(gains) > 0
