@@ -221,7 +221,9 @@ class DecodeRows:
             mass = mass[:, 0]
         blocks, gain = ops.top_missing(mass, selected, self._low, self._high, config.correction_blocks)
         blocks = torch.where(gain > config.swap_margin * shape.group_size, blocks, EMPTY)
-        self._rooms.counters.add(corrected_blocks=(blocks >= 0).sum())
+        read = (blocks >= 0).sum(2)
+        self._rooms.counters.add(corrected_blocks=read.sum())
+        self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
         return self._spread(blocks), self._spread(self._sparse.arena_slots(blocks))
 
     def _refresh(self, layer: int, index: LayerIndex, queries: torch.Tensor, high: torch.Tensor, max_new: int) -> Refresh:

@@ -419,6 +419,7 @@ class KVManager:
             stored_blocks=int(counters.stored_blocks),
             moved_bytes_per_token=moved * self.shape.slot_bytes(self.config.block_size) / max(1, int(counters.decoded_tokens)),
             most_new_blocks=int(counters.most_new_blocks),
+            most_corrected_blocks=int(counters.most_corrected_blocks),
         )
 
     # Life

@@ -23,6 +23,7 @@ class Counters:
     late_layers: int = 0
     late_blocks: int = 0
     most_new_blocks: int | torch.Tensor = 0
+    most_corrected_blocks: int | torch.Tensor = 0
     coverage_sum: float = 0.0
     coverage_count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -33,10 +34,11 @@ class Counters:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def raise_most_new(self, blocks: torch.Tensor) -> None:
-        """Remember the largest number of blocks that one head received in one step."""
+    def keep_largest(self, **amounts: torch.Tensor) -> None:
+        """Raise maxima by name."""
         with self._lock:
-            self.most_new_blocks = torch.maximum(blocks, torch.as_tensor(self.most_new_blocks, device=blocks.device))
+            for name, amount in amounts.items():
+                setattr(self, name, torch.maximum(amount, torch.as_tensor(getattr(self, name), device=amount.device)))
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Stats:
         late_blocks: blocks left out because their move was not done; `late_layers` counts the layers that did not wait.
         loaded_blocks, corrected_blocks, stored_blocks: blocks moved to the pool, read in place, and written to the arena.
         moved_bytes_per_token: host-to-device bytes per decoded token: loads and in-place reads.
-        most_new_blocks: the largest number of blocks that any head loaded in one step.
+        most_new_blocks, most_corrected_blocks: the largest number of blocks that any head loaded, and read in place, in one
+            step.
     """
 
     sequences: int
@@ -80,6 +83,7 @@ class Stats:
     stored_blocks: int
     moved_bytes_per_token: float
     most_new_blocks: int
+    most_corrected_blocks: int
 
     @property
     def device_bytes(self) -> int:

@@ -162,7 +162,7 @@ class Refresh:
         self._publish(_replaced(self._resident, self.places, self._blocks))
         moved = self.places >= 0
         rooms.counters.add(loaded_blocks=moved.sum())
-        rooms.counters.raise_most_new(moved.sum(2).max())
+        rooms.counters.keep_largest(most_new_blocks=moved.sum(2).max())
 
     def _publish(self, resident: torch.Tensor) -> None:
         sets = self._rooms.sets

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
 from oasiskv import OasisConfig, Stats
 from oasiskv.errors import InputError
 
 from .cache import OasisCache
+from .fidelity import Pair
 
 
 class Reporter(Protocol):
@@ -78,7 +78,7 @@ class Report:
         stats, dense = self.stats, self.fidelity
         full = dense.dense_device_bytes if dense else stats.full_kv_bytes
         mib = 1 / (1 << 20)
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("", "working set", "full attention"),
             ("tokens in context", str(stats.tokens), str(stats.tokens)),
             ("KV on the device", f"{stats.device_bytes * mib:.1f} MiB", f"{full * mib:.1f} MiB"),
@@ -105,7 +105,7 @@ class Report:
         return rows
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc] - transformers is not typed
+class _Streamer(TextStreamer):
     """Hands finished words to a reporter, without the prompt."""
 
     def __init__(self, tokenizer: Any, reporter: Reporter) -> None:  # noqa: ANN401 - tokenizers share no typed base
@@ -168,7 +168,7 @@ class Session:
     ) -> Report:
         """Greedy generation through `model.generate`, drafts included."""
         with torch.no_grad(), OasisCache.for_model(self.model, config) as cache:
-            prefill_s = self._prefill(cache, cache.keyword, prompt[:, :-1], chunk, reporter)
+            prefill_s = self._prefill(cache, prompt[:, :-1], chunk, reporter)
             start = time.perf_counter()
             ids = self.model.generate(
                 prompt,
@@ -185,52 +185,35 @@ class Session:
 
     def compare(self, prompt: torch.Tensor, config: OasisConfig, max_new_tokens: int, chunk: int, reporter: Reporter) -> Report:
         """Greedy generation over the working set, with full attention beside it on the same tokens, step by step."""
-        with torch.no_grad(), OasisCache.for_model(self.model, config) as cache:
-            dense = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-            prefill_s = self._prefill(cache, cache.keyword, prompt[:, :-1], chunk, reporter)
-            self._prefill(dense, cache.keyword, prompt[:, :-1], chunk, reporter, "reading again, with full attention")
-            seconds, dense_seconds, divergences, same = 0.0, 0.0, [], 0
+        with torch.no_grad(), Pair(self.model, config) as pair:
+            reporter.start("reading the prompt twice", 2 * prompt.shape[1] - 2)
+            prefill_s = pair.prefill(prompt[:, :-1], chunk, reporter.advance)
+            reporter.finish()
             streamer = _Streamer(self.tokenizer, reporter)
             streamer.put(prompt)
             token, ids = prompt[:, -1:], []
-            for number in range(max_new_tokens):
-                runs = [(cache, True), (dense, False)]
-                logits = {}
-                for held, ours in runs if number % 2 else reversed(runs):
-                    start = time.perf_counter()
-                    logits[ours] = self.model(token, **{cache.keyword: held}).logits[0, -1].float().log_softmax(-1)
-                    elapsed = time.perf_counter() - start
-                    seconds, dense_seconds = seconds + elapsed * ours, dense_seconds + elapsed * (not ours)
-                divergences.append(float((logits[False].exp() * (logits[False] - logits[True])).sum()))
-                token = logits[True].argmax().view(1, 1)
-                same += int(token) == int(logits[False].argmax())
+            for _ in range(max_new_tokens):
+                token = pair.step(token).argmax().view(1, 1)
                 ids.append(int(token))
                 streamer.put(token[0].cpu())
                 if int(token) in self._end_tokens():
                     break
             streamer.end()
+            divergence = pair.divergence
             fidelity = Fidelity(
-                mean_kl=sum(divergences) / len(divergences),
-                worst_kl=max(divergences),
-                agreement=same / len(ids),
-                dense_tokens_per_s=len(ids) / dense_seconds,
-                dense_device_bytes=_tensor_bytes(dense),
+                mean_kl=divergence.mean_kl,
+                worst_kl=max(divergence.kl),
+                agreement=divergence.agreement,
+                dense_tokens_per_s=len(ids) / divergence.dense_seconds,
+                dense_device_bytes=pair.dense_bytes(),
             )
-            return self._report(prompt, torch.tensor(ids), config, prefill_s, seconds, cache.stats(), fidelity)
+            return self._report(prompt, torch.tensor(ids), config, prefill_s, divergence.seconds, pair.cache.stats(), fidelity)
 
-    def _prefill(
-        self,
-        cache: Any,  # noqa: ANN401 - any transformers cache
-        keyword: str,
-        prompt: torch.Tensor,
-        chunk: int,
-        reporter: Reporter,
-        what: str = "reading the prompt",
-    ) -> float:
+    def _prefill(self, cache: OasisCache, prompt: torch.Tensor, chunk: int, reporter: Reporter) -> float:
         start = time.perf_counter()
-        reporter.start(what, prompt.shape[1])
-        for piece in _chunks(prompt, chunk):
-            self.model(piece, **{keyword: cache}, logits_to_keep=1)
+        reporter.start("reading the prompt", prompt.shape[1])
+        for piece in prompt.split(chunk, dim=1):
+            self.model(piece, **{cache.keyword: cache}, logits_to_keep=1)
             reporter.advance(piece.shape[1])
         reporter.finish()
         return time.perf_counter() - start
@@ -266,11 +249,6 @@ class Session:
         return int(pad if pad is not None else next(iter(self._end_tokens())))
 
 
-def _chunks(prompt: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    for start in range(0, prompt.shape[1], size):
-        yield prompt[:, start : start + size]
-
-
 def _locate(name: str) -> str:
     if name != "smollm2":
         return name
@@ -282,9 +260,3 @@ def _locate(name: str) -> str:
 def _load_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(_locate(name), dtype=getattr(torch, dtype))
     return model.to(device).eval()
-
-
-def _tensor_bytes(cache: DynamicCache) -> int:
-    """Bytes of the keys and values that a stock cache holds."""
-    held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(tensor.numel() * tensor.itemsize for tensor in held)

@@ -43,9 +43,7 @@ def test_names_are_sorted_per_group_and_import_nothing():
 
 @pytest.mark.usefixtures("fake_points")
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        PluginError, match=r"no plug-in 'gud' in 'oasiskv.predictors'; .*broken, function, good, nameless, wrong"
-    ):
+    with pytest.raises(PluginError, match=r"no plug-in 'gud' in .*: broken, function, good, nameless, wrong"):
         registry.load(registry.PREDICTORS, "gud", Predictor)
 
 

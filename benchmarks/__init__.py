@@ -1,0 +1,1 @@
+"""Programs that measure what the library promises: `python -m benchmarks.NAME [--json]`."""
