@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from oasiskv.summaries.quantizer import distortions
 from oasiskv.summaries.water_filling import NIBBLE_BITS, water_fill

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 import transformers
-from oasiskv.adapters.hf import OasisCache
 from transformers import DynamicCache
 
 from oasiskv import OasisConfig
+from oasiskv.adapters.hf import OasisCache
 from oasiskv.errors import ArenaExhausted, InputError, PoolExhausted, StateError, UnsupportedModel, WorkerError
 
 from .families import COMMON, prompt, tiny
@@ -211,10 +211,24 @@ def refused(config):
 
 def test_latent_attention_is_refused():
     config = transformers.DeepseekV3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, first_k_dense_replace=1,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
     with pytest.raises(UnsupportedModel, match=r"DeepseekV3ForCausalLM caches a latent"):
         OasisCache.for_model(refused(config))
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from oasiskv.adapters.hf import OasisCache
 from transformers import DynamicCache
 
 from oasiskv import OasisConfig, Phase
+from oasiskv.adapters.hf import OasisCache
 
 from .families import CONFIGS, prompt, tiny
 

@@ -1,0 +1,205 @@
+import itertools
+
+import pytest
+import torch
+
+from oasiskv import KVManager, Phase
+from oasiskv.working_set import window_start
+
+from .driver import SHAPE, Driver, Part, close_to, tiny
+
+
+def watch(driver, sequence):
+    """A hook that notes the selected blocks of every layer at the moment it is called."""
+    seen = []
+    return seen, lambda layer: seen.append(driver.selected(sequence, layer))
+
+
+def looked_at(driver, always, selected):
+    return [[always | chosen for chosen in heads] for heads in selected]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_the_oracle_attends_exactly_over_what_it_chose(tokens):
+    with KVManager(SHAPE, tiny(predictor="oracle")) as manager:
+        driver = Driver(manager)
+        sequence = driver.create(70)
+        for _ in range(9):
+            part = Part(sequence, tokens, rows=driver.draw(tokens))
+            always, text = driver.always(sequence), driver.texts[sequence]
+            seen, hook = watch(driver, sequence)
+            output = driver.run(part, after=hook)[0]
+            after = driver.texts[sequence]
+            driver.texts[sequence] = text
+            close_to(output, driver.restricted(sequence, part.rows, looked_at(driver, always, seen)))
+            driver.texts[sequence] = after
+            assert all(len(chosen) == 3 for heads in seen for chosen in heads)
+            driver.check()
+
+
+@pytest.mark.parametrize("predictor", ["lookahead", "previous"])
+@pytest.mark.parametrize("summary", ["minmax", "transform"])
+@pytest.mark.parametrize(("tokens", "drafts", "accepted"), [(1, 0, 1), (4, 3, 2), (16, 15, 16), (3, 0, 3)])
+def test_a_step_attends_exactly_over_what_was_chosen_before(predictor, summary, tokens, drafts, accepted):
+    with KVManager(SHAPE, tiny(predictor=predictor, summary=summary)) as manager:
+        driver = Driver(manager)
+        sequence = driver.create(70)
+        driver.decode(sequence)
+        moved = False
+        for _ in range(6):
+            part = Part(sequence, tokens, drafts, accepted, driver.draw(tokens))
+            always, text = driver.always(sequence), driver.texts[sequence]
+            seen, hook = watch(driver, sequence)
+            output = driver.run(part, before=hook)[0]
+            driver.texts[sequence], after = text, driver.texts[sequence]
+            close_to(output, driver.restricted(sequence, part.rows, looked_at(driver, always, seen)))
+            driver.texts[sequence] = after
+            moved |= seen != [driver.selected(sequence, layer) for layer in range(2)]
+            driver.check()
+        assert moved
+
+
+def test_the_first_step_after_the_prompt_looks_at_the_blocks_its_last_queries_saw_most():
+    with KVManager(SHAPE, tiny(summary="minmax")) as manager:
+        driver = Driver(manager)
+        sequence = driver.create()
+        rows = driver.draw(60)
+        for layer in range(2):
+            wanted = 3 + layer
+            target = torch.randn(8, generator=driver.generator) * 4
+            rows.keys[layer, wanted * 4 : wanted * 4 + 4] = target
+            rows.queries[layer, -4:] = target
+        driver.run(Part(sequence, 60, rows=rows))
+        assert sequence.phase is Phase.UNSETTLED
+        seen, hook = watch(driver, sequence)
+        driver.decode(sequence, before=hook)
+        assert sequence.phase is Phase.SPARSE
+        for layer in range(2):
+            assert all(3 + layer in chosen for chosen in seen[layer])
+
+
+def uniform_blocks(driver, tokens):
+    """A prompt whose keys are all alike within each block, so that any summary ranks blocks as the keys do."""
+    rows = driver.draw(tokens)
+    keys = rows.keys.unflatten(1, (-1, 4))
+    keys.copy_(keys[:, :, :1].clone().expand_as(keys))
+    return rows
+
+
+def aim(rows, prompt, layer, head, block):
+    """Make the queries of one kv head look at a block. Says whether they look at nothing else."""
+    key = prompt.keys[layer, 4 * block, head]
+    rows.queries[layer, :, 2 * head : 2 * head + 2] = 30 * key / key.norm()
+    return int((prompt.keys[layer, :, head] @ key).argmax()) // 4 == block
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_block_that_the_queries_look_at_is_loaded_for_the_next_step(drafts):
+    aimed = 0
+    with KVManager(SHAPE, tiny()) as manager:
+        driver = Driver(manager)
+        sequence, prompt = driver.create(), uniform_blocks(driver, 80)
+        driver.run(Part(sequence, 80, rows=prompt))
+        driver.decode(sequence)
+        for block in (5, 11, 2, 15):
+            looking = driver.draw(1 + drafts)
+            sure = {(layer, head) for layer in range(2) for head in range(2) if aim(looking, prompt, layer, head, block)}
+            driver.run(Part(sequence, 1 + drafts, drafts, 1 + drafts, looking))
+            driver.check()
+            for layer, head in sure:
+                assert block in driver.selected(sequence, layer)[head]
+            aimed += len(sure)
+    assert aimed > 4
+
+
+@pytest.mark.parametrize("cap", [0, 1, 2, 3])
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_no_head_gets_more_new_blocks_per_step_than_the_cap(cap, drafts):
+    with KVManager(SHAPE, tiny(max_new_blocks=cap)) as manager:
+        driver = Driver(manager)
+        sequence = driver.create(100)
+        driver.decode(sequence, 1 + drafts, drafts, 1)
+        before, most = None, 0
+        for _ in range(15):
+            now = [driver.selected(sequence, layer) for layer in range(2)]
+            if before is not None:
+                for heads, previous in zip(now, before, strict=True):
+                    most = max(most, *(len(a - b) for a, b in zip(heads, previous, strict=True)))
+            before = now
+            driver.decode(sequence, 1 + drafts, drafts, 1)
+        assert most <= cap
+        assert most == min(cap, 3)
+        assert manager.stats().most_new_blocks <= cap
+
+
+def test_a_margin_keeps_blocks_from_moving_for_little_gain():
+    loaded = []
+    for margin in (0.0, 0.9):
+        with KVManager(SHAPE, tiny(swap_margin=margin)) as manager:
+            driver = Driver(manager)
+            sequence = driver.create(100)
+            for _ in range(10):
+                driver.decode(sequence)
+            loaded.append(manager.stats().loaded_blocks)
+    assert loaded[1] < loaded[0] / 4
+
+
+@pytest.mark.parametrize("correction", [1, 2])
+@pytest.mark.parametrize(("tokens", "drafts"), [(1, 0), (3, 2)])
+def test_correction_adds_at_most_its_number_of_blocks_and_never_copies_them(correction, tokens, drafts):
+    with KVManager(SHAPE, tiny(correction_blocks=correction, max_new_blocks=0)) as manager:
+        driver = Driver(manager)
+        sequence = driver.create(64)
+        driver.decode(sequence)
+        sizes = set()
+        for _ in range(3):
+            part = Part(sequence, tokens, drafts, tokens, driver.draw(tokens))
+            always, text = driver.always(sequence), driver.texts[sequence]
+            high = window_start(manager.config, sequence.length)
+            seen, hook = watch(driver, sequence)
+            corrected = manager.stats().corrected_blocks
+            output = driver.run(part, before=hook)[0].double()
+            added = manager.stats().corrected_blocks - corrected
+            after, driver.texts[sequence] = driver.texts[sequence], text
+            found = 0
+            for layer, head in itertools.product(range(2), range(2)):
+                chosen = seen[layer][head]
+                missing = [block for block in range(1, high) if block not in chosen]
+                own = layer, slice(None), slice(2 * head, 2 * head + 2)
+                for more in (m for n in range(correction + 1) for m in itertools.combinations(missing, n)):
+                    blocks = [[always | chosen | set(more)] * 2] * 2
+                    if torch.allclose(output[own], driver.restricted(sequence, part.rows, blocks)[own], atol=1e-5):
+                        sizes.add(len(more))
+                        found += len(more)
+                        break
+                else:
+                    pytest.fail(f"layer {layer}, head {head} attends to something else")
+            assert added == found
+            driver.texts[sequence] = after
+            driver.check()
+        assert correction in sizes
+        assert manager.stats().loaded_blocks == 0
+
+
+def test_correction_reads_the_block_that_the_query_misses_most():
+    with KVManager(SHAPE, tiny(correction_blocks=1, max_new_blocks=0)) as manager:
+        driver = Driver(manager)
+        sequence, prompt = driver.create(), uniform_blocks(driver, 80)
+        driver.run(Part(sequence, 80, rows=prompt))
+        driver.decode(sequence)
+        rows, always, text = driver.draw(1), driver.always(sequence), driver.texts[sequence]
+        sure, blocks = [], []
+        for layer in range(2):
+            blocks.append([always | chosen for chosen in driver.selected(sequence, layer)])
+            for head in range(2):
+                missing = [block for block in range(1, 19) if block not in blocks[layer][head]]
+                block = max(missing, key=lambda number: float(prompt.keys[layer, 4 * number, head].norm()))
+                if aim(rows, prompt, layer, head, block):
+                    sure.append((layer, slice(None), slice(2 * head, 2 * head + 2)))
+                    blocks[layer][head].add(block)
+        output = driver.run(Part(sequence, 1, rows=rows))[0]
+        driver.texts[sequence] = text
+        expected = driver.restricted(sequence, rows, blocks)
+        assert len(sure) >= 3
+        for own in sure:
+            close_to(output[own], expected[own])
