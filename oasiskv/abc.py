@@ -92,10 +92,17 @@ class BlockIndex(Protocol):
         """Masses by the keys themselves, read from the arena: slow, the yardstick of all summaries."""
 
 
+class QueryProjection(Protocol):
+    """How a host's model makes queries from its residual stream."""
+
+    def project(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden_size)` as it enters `layer` to `(..., query_heads, head_dim)` before rotary embedding."""
+
+
 class Predictor(ABC):
     """Turns the queries of a step into one score per block: the attention mass that the next step is expected to put on it.
 
-    Note for implementers: a predictor must not keep tensors of a step beyond the calls, and does not know about slots.
+    Note for implementers: a predictor does not know about slots, and keeps nothing of a step but what it learns per sequence.
     """
 
     foreground: bool = False
@@ -116,8 +123,42 @@ class Predictor(ABC):
         `(num_sequences, num_rows, kv_heads, num_blocks)` to `(num_sequences, kv_heads, num_blocks)`.
         """
 
-    def hint(self, layer: int, hidden: torch.Tensor) -> None:  # noqa: B027 - optional hook
-        """See the residual stream that enters a layer, `(num_tokens, hidden_size)`, before the layer runs."""
+    uses_hints: bool = False
+    """True: `guess` is called for layers whose residual stream is hinted, and chooses their working sets for the same step."""
+
+    def bind(self, projection: QueryProjection | None) -> None:  # noqa: B027 - optional hook
+        """Learn how the host's model makes queries; `None` takes that back. Not while a step is open."""
+
+    def guess(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Queries that `layer` is expected to have in this step, after rotary embedding. Called on a background lane.
+
+        Args:
+            hidden: a residual stream close to the one that will enter the layer, `(num_sequences, num_rows, hidden_size)`.
+            positions: `(num_sequences, num_rows)`.
+            rows: `(num_sequences,)`, which row of the predictor's own tables belongs to each sequence.
+
+        Returns:
+            `(num_sequences, num_rows, query_heads, head_dim)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sets uses_hints and has no guess")
+
+    def learn(  # noqa: B027 - optional hook
+        self, layer: int, queries: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """See the queries that a guessed layer really had; shapes as in `guess`. Called in the foreground."""
+
+    def reserve_rows(self, count: int) -> None:  # noqa: B027 - optional hook
+        """Make room for what is kept per sequence, in rows `0 .. count - 1`."""
+
+    def clear_row(self, row: int) -> None:  # noqa: B027 - optional hook
+        """Forget what is kept for a sequence."""
+
+    def copy_row(self, source: int, target: int) -> None:  # noqa: B027 - optional hook
+        """A sequence was forked."""
+
+    def device_bytes(self) -> int:
+        """Bytes of what is kept on the device."""
+        return 0
 
 
 class LayerWork(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import ops
-from .refresh import LayerIndex, Refresh, SparseRows
+from .refresh import Anticipation, LayerIndex, Refresh, SparseRows
 from .sequence import Phase, Sequence
 from .types import EMPTY
 from .working_set import place_of, window_start
@@ -36,7 +36,8 @@ class DecodeRows:
         self._plan_rows()
         self._plan_tables()
         self._new_pages: list[list[int]] = []
-        self._waiting: list[tuple[LayerIndex, torch.Tensor]] = []
+        self._waiting: dict[int, tuple[LayerIndex, torch.Tensor]] = {}
+        self._hinted: set[int] = set()
         if certain:
             self._new_pages = self._allocate_pages(num_tokens)
             self._plan_sealing(num_tokens)
@@ -190,9 +191,39 @@ class DecodeRows:
                 arena_blocks, arena_slots = self._correct(index, sparse_queries, selected)
         output, _ = ops.paged_attention(padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale)
         self._remember(layer, padded)
-        if self._sparse is not None and not rooms.predictor.foreground:
+        if self._sparse is not None and layer in self._hinted:
+            positions = self._positions if self._all_sparse else self._positions[self._members]
+            rooms.predictor.learn(layer, sparse_queries, positions.clamp(min=0), self._sparse.rows)
+        elif self._sparse is not None and not rooms.predictor.foreground:
             self._later(layer, index, sparse_queries)
         return self._unpad(output)
+
+    def hint(self, layer: int, hidden: torch.Tensor) -> None:
+        """As `Step.hint`, for the rows of these sequences."""
+        if self._sparse is None or not self._rooms.predictor.uses_hints:
+            return
+        self._hinted.add(layer)
+        padded, positions = self._pad(hidden[:, None])[:, :, 0], self._positions
+        if not self._all_sparse:
+            padded, positions = padded[self._members], positions[self._members]
+        index = LayerIndex(
+            self._rooms, layer, self._sparse.pages, self._sparse.num_blocks, self._rooms.sets.scales[layer]
+        )
+        work = Anticipation(
+            padded,
+            positions,
+            self._rooms,
+            layer,
+            self._sparse,
+            index,
+            padded,
+            (positions >= 0).sum(1),
+            self._low,
+            self._high,
+            self._manager.step_number,
+            self._rooms.config.max_new_blocks,
+        )
+        self._manager.tickets[layer] = self._manager.scheduler.submit(work)
 
     def _await(self, layer: int) -> None:
         """Wait for the last step's work on this layer, or go on without it and count what is missing."""
@@ -257,7 +288,7 @@ class DecodeRows:
             work = self._refresh(layer, index, queries, self._next_high, self._rooms.config.max_new_blocks)
             self._manager.tickets[layer] = self._manager.scheduler.submit(work)
         else:
-            self._waiting.append((index, queries))
+            self._waiting[layer] = (index, queries)
 
     def _seal(self, layer: int) -> None:
         """Copy the blocks that are full now to the arena, and digest those of sparse sequences."""
@@ -319,7 +350,7 @@ class DecodeRows:
                 if sequence.phase is Phase.SPARSE:
                     sequence.summarised = len(sequence.pages)
             sequence.length += tokens
-        for layer, (index, queries) in enumerate(self._waiting):
+        for layer, (index, queries) in self._waiting.items():
             work = self._refresh(layer, index, queries, self._next_high, rooms.config.max_new_blocks)
             manager.tickets[layer] = manager.scheduler.submit(work)
 

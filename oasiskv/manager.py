@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from . import ops, registry
-from .abc import KeySample, KeySummary, Predictor, Ticket, TransferScheduler
+from .abc import KeySample, KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
 from .arena import Arena
 from .config import OasisConfig
 from .errors import InputError, OasisError, StateError
@@ -41,16 +41,23 @@ class KVManager:
         shape: of the model.
         config: settings; the defaults if `None`.
         scheduler: runs the background work; by default as `config.workers` says.
+        projection: how the model makes queries, for predictors that look a layer ahead (`Step.hint`).
     """
 
     def __init__(
-        self, shape: ModelShape, config: OasisConfig | None = None, scheduler: TransferScheduler | None = None
+        self,
+        shape: ModelShape,
+        config: OasisConfig | None = None,
+        scheduler: TransferScheduler | None = None,
+        projection: QueryProjection | None = None,
     ) -> None:
         config = config or OasisConfig()
         self.shape = shape
         self.config = config
         summary = registry.load(registry.KEY_SUMMARIES, config.summary, KeySummary)(shape, config)
         predictor = registry.load(registry.PREDICTORS, config.predictor, Predictor)(shape, config)
+        if projection is not None:
+            predictor.bind(projection)
         self.rooms = Rooms(
             shape=shape,
             config=config,
@@ -79,10 +86,12 @@ class KVManager:
             capacity = self.rooms.sets.capacity
             rows = max(1, 2 * capacity)
             self.rooms.sets.reserve_rows(rows)
+            self.rooms.predictor.reserve_rows(rows)
             self._free_rows.extend(range(rows - 1, capacity - 1, -1))
         sequence = Sequence(self._free_rows.pop())
         self.rooms.sets.set_pages(sequence.row, 0, [])
         self.rooms.sets.clear_selected(sequence.row)
+        self.rooms.predictor.clear_row(sequence.row)
         self._sequences[sequence.row] = sequence
         return sequence
 
@@ -116,6 +125,7 @@ class KVManager:
         rooms.arena.share(child.pages)
         child.strips = strips
         rooms.sets.copy_row(sequence.row, child.row)
+        rooms.predictor.copy_row(sequence.row, child.row)
         rooms.sets.set_strips(child.row, strips)
         source, target = self.slots(sequence.strips), self.slots(strips)
         for pool in rooms.pool.layers:
@@ -406,7 +416,7 @@ class KVManager:
             prefilled_tokens=int(counters.prefilled_tokens),
             pool_bytes=rooms.pool.allocated_bytes,
             summary_bytes=rooms.summary.device_bytes(),
-            table_bytes=rooms.sets.device_bytes(),
+            table_bytes=rooms.sets.device_bytes() + rooms.predictor.device_bytes(),
             arena_bytes=rooms.arena.used_bytes,
             arena_peak_bytes=rooms.arena.peak_bytes,
             full_kv_bytes=tokens * self.shape.token_bytes(),

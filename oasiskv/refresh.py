@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -169,6 +170,21 @@ class Refresh:
         with sets.lock(self.layer):
             sets.selected[self.layer][self._sparse.rows] = resident
             sets.selected_at[self.layer][self._sparse.rows] = self._stamps
+
+
+class Anticipation(Refresh):
+    """A `Refresh` whose queries are guessed from the residual stream, in the same step, before the layer runs."""
+
+    def __init__(self, hidden: torch.Tensor, positions: torch.Tensor, *common: Any) -> None:  # noqa: ANN401 - as `Refresh`
+        super().__init__(*common)
+        self._hidden = hidden
+        self._positions = positions
+
+    def predict(self) -> None:
+        predictor = self._rooms.predictor
+        with torch.no_grad():  # a thread of its own has its own grad mode, and the guess runs the model's parameters
+            self._queries = predictor.guess(self.layer, self._hidden, self._positions.clamp(min=0), self._sparse.rows)
+        super().predict()
 
 
 def _replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -69,14 +69,26 @@ class Step:
         return self._next_layer == self.manager.shape.num_layers
 
     def hint(self, layer: int, hidden: torch.Tensor) -> None:
-        """Show the predictor the residual stream that enters `layer`, `(num_rows, hidden_size)`, before the layer runs."""
-        self._check_live()
-        self.manager.rooms.predictor.hint(layer, hidden)
+        """Let the predictor choose the working set of `layer` ahead of its attention, from a residual stream.
 
+        Args:
+            layer: one that has not attended yet.
+            hidden: the residual stream of one of the layers before it, `(num_rows, hidden_size)`; the closer the better, and
+                the later. A layer or two ahead is what a transfer needs.
+        """
+        self._check_live()
+        if not self._next_layer <= layer < self.manager.shape.num_layers:
+            raise StateError(f"a hint for layer {layer} comes too late or too far: layer {self._next_layer} attends next")
+        if hidden.ndim != 2 or hidden.shape[0] != self._total:
+            raise InputError(f"hidden has shape {tuple(hidden.shape)}; this step needs ({self._total}, hidden_size)")
+        if self._decode is not None:
+            self._decode.hint(layer, hidden if not self._prefills else hidden[self._decode.packed])
+
+    @torch.no_grad()
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Append the rows' keys and values, and attend.
+        """Append the rows' keys and values, and attend. No gradient flows through it.
 
         Args:
             layer: every layer once, in order.

@@ -22,10 +22,12 @@ class Rotary:
     """Rotary position embedding as the summaries need it: how fast each plane turns.
 
     `angles` holds radians per token, one per plane, in the model's order; plane `i` of the half-split layout spans the
-    dimensions `i` and `i + len(angles)` of a key. Dimensions beyond `2 * len(angles)` do not turn (partial rotary).
+    dimensions `i` and `i + len(angles)` of a key. Dimensions beyond `2 * len(angles)` do not turn (partial rotary). `scaling`
+    multiplies what turns (YaRN's attention factor).
     """
 
     angles: tuple[float, ...]
+    scaling: float = 1.0
 
     def turning(self, head_dim: int) -> torch.Tensor:
         """Radians per token of every key dimension, shape `(head_dim,)`, zero where nothing turns."""
@@ -36,6 +38,17 @@ class Rotary:
                 f"Rotary.angles holds {len(self.angles)} planes, but head_dim {head_dim} has room for {head_dim // 2}"
             )
         return torch.cat([both, both.new_zeros(head_dim - both.numel())])
+
+    def rotate(self, vectors: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+        """Turn `(..., heads, head_dim)` by its positions `(...)`, or back; computed in float32."""
+        planes = len(self.angles)
+        angle = positions[..., None, None] * torch.tensor(self.angles, dtype=torch.float32, device=vectors.device)
+        cosine, sine = angle.cos() * self.scaling, angle.sin() * self.scaling
+        if inverse:
+            cosine, sine = cosine / self.scaling**2, -sine / self.scaling**2
+        first, second = vectors[..., :planes].float(), vectors[..., planes : 2 * planes].float()
+        turned = [first * cosine - second * sine, second * cosine + first * sine, vectors[..., 2 * planes :].float()]
+        return torch.cat(turned, dim=-1)
 
 
 @dataclass(frozen=True)

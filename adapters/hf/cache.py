@@ -14,6 +14,7 @@ from oasiskv.errors import InputError, StateError, UnsupportedModel
 
 from .attention import OasisLength, marked
 from .binding import Binding, cache_keyword
+from .projection import HFProjection, ResidualStream
 from .shape import model_shape, stock_layers
 
 
@@ -100,7 +101,9 @@ class OasisCache(Cache):
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None) -> None:
         layers, full = stock_layers(model)
-        self.manager = KVManager(model_shape(model, len(full)), config)
+        shape = model_shape(model, len(full))
+        projection = HFProjection.of(model, full, shape)
+        self.manager = KVManager(shape, config, projection=projection)
         for number, index in enumerate(full):
             layers[index] = OasisLayer(self, number)
         super().__init__(layers=layers)
@@ -112,7 +115,8 @@ class OasisCache(Cache):
         self._select: torch.Tensor | None = None
         self._torn = False
         self._model = weakref.ref(model)
-        self._close = weakref.finalize(self, _close, self.manager, Binding.of(model))
+        self._stream = ResidualStream(model, full, projection) if self.manager.rooms.predictor.uses_hints else None
+        self._close = weakref.finalize(self, _close, self.manager, Binding.of(model), self._stream)
         Binding.of(model).attach()
 
     @classmethod
@@ -182,6 +186,8 @@ class OasisCache(Cache):
             if layer == 0:
                 self._begin(query.shape[0], query.shape[2], mask)
             step = self._step()
+            if self._stream is not None:
+                self._show_residual_stream(step, layer, query)
             output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale)
             if step.complete:
                 self.columns += query.shape[2]
@@ -191,6 +197,18 @@ class OasisCache(Cache):
             self._abort()
             raise
         return self._unpack(output, query)
+
+    def _show_residual_stream(self, step: Step, layer: int, query: torch.Tensor) -> None:
+        assert self._stream is not None
+        if not self._stream.checked:
+            position = self._running[-1].length + query.shape[2] - 1 if self._select is None else None
+            if position is not None and not self._stream.check(layer, query[-1, :, -1], position, self.shape):
+                self.manager.rooms.predictor.bind(None)
+                self._stream.detach()
+                self._stream = None
+            return
+        for target, hidden in self._stream.take():
+            step.hint(target, self._pack(hidden[:, None])[:, 0])
 
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
         self._finish_forward()
@@ -361,6 +379,8 @@ class OasisCache(Cache):
         self.close()
 
 
-def _close(manager: KVManager, binding: Binding) -> None:
+def _close(manager: KVManager, binding: Binding, stream: ResidualStream | None) -> None:
+    if stream is not None:
+        stream.detach()
     binding.detach()
     manager.close()

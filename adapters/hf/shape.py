@@ -68,5 +68,6 @@ def _rotary(model: PreTrainedModel, config: Any) -> Rotary | None:  # noqa: ANN4
         for name in ("full_attention_inv_freq", "inv_freq"):
             angles = getattr(embedding, name, None)
             if isinstance(angles, torch.Tensor):
-                return Rotary(tuple(angles.flatten().tolist()))
+                scaling = getattr(embedding, name.replace("inv_freq", "attention_scaling"), 1.0)
+                return Rotary(tuple(angles.flatten().tolist()), float(scaling))
     return None

@@ -27,11 +27,19 @@ def test_an_unknown_counter_is_an_error():
         Counters().add(nonsense=1)
 
 
-def test_the_most_new_blocks_only_rise():
+def test_maxima_only_rise():
     counters = Counters()
-    for blocks in (2, 5, 3):
-        counters.raise_most_new(torch.tensor(blocks))
+    for new, corrected in ((2, 1), (5, 0), (3, 3)):
+        counters.keep_largest(most_new_blocks=torch.tensor(new), most_corrected_blocks=torch.tensor(corrected))
     assert counters.most_new_blocks == 5
+    assert counters.most_corrected_blocks == 3
+
+
+def test_tensors_are_added_as_they_are():
+    counters = Counters()
+    counters.add(loaded_blocks=torch.tensor(3))
+    counters.add(loaded_blocks=torch.tensor(4))
+    assert int(counters.loaded_blocks) == 7
 
 
 def test_threads_lose_no_count():

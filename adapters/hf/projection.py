@@ -1,0 +1,121 @@
+"""How a transformers model makes queries, and the hooks that hand its residual stream to the predictor.
+
+The guess is checked before it is trusted: in the first forward the projection of what really enters each layer must give the
+queries that the layer really makes. A model that makes them in another way simply goes without hints.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oasiskv.types import MAX_STEP_ROWS, ModelShape
+
+LAYERS_AHEAD = 2
+"""Model layers between the residual stream that is shown and the layer that it is shown for."""
+
+TOLERANCE = 0.02
+"""Largest relative error of a checked projection; half precision needs some."""
+
+
+class HFProjection:
+    """A `QueryProjection` by the model's own modules: input norm, query projection, and query norm where there is one."""
+
+    def __init__(self, layers: list[nn.Module], shape: ModelShape) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
+        self._heads, self._head_dim = shape.query_heads, shape.head_dim
+
+    @staticmethod
+    def of(model: PreTrainedModel, full: list[int], shape: ModelShape) -> HFProjection | None:
+        """The projection of the full-attention layers, or `None` if the model is built differently."""
+        layers = decoder_layers(model)
+        if layers is None or shape.rotary is None:
+            return None
+        chosen = [layers[index] for index in full]
+        wanted = ("input_layernorm", "self_attn")
+        if not all(hasattr(layer, name) for layer in chosen for name in wanted):
+            return None
+        if not all(hasattr(layer.self_attn, "q_proj") or hasattr(layer.self_attn, "qkv_proj") for layer in chosen):
+            return None
+        return HFProjection(chosen, shape)
+
+    def project(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden_size)` to `(..., query_heads, head_dim)` before rotary embedding."""
+        module: Any = self._layers[layer]()
+        attention = module.self_attn
+        normed = module.input_layernorm(hidden)
+        width = self._heads * self._head_dim
+        if hasattr(attention, "q_proj"):
+            flat = attention.q_proj(normed)
+        else:
+            flat = nn.functional.linear(normed, attention.qkv_proj.weight[:width])
+        queries = flat.view(*hidden.shape[:-1], self._heads, self._head_dim)
+        return attention.q_norm(queries) if hasattr(attention, "q_norm") else queries
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of decoder layers, if it is where transformers keeps it."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return layers if isinstance(layers, nn.ModuleList) else None
+
+
+class ResidualStream:
+    """What enters the decoder layers, kept by forward pre-hooks until the cache shows it to a step."""
+
+    def __init__(self, model: PreTrainedModel, full: list[int], projection: HFProjection | None) -> None:
+        assert projection is not None
+        self.checked = False
+        self._projection = projection
+        self._full = full
+        self._targets = {index - LAYERS_AHEAD: number for number, index in enumerate(full) if index >= LAYERS_AHEAD}
+        self._seen: dict[int, torch.Tensor] = {}
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+        reference = weakref.ref(self)
+        self._handles = [
+            layer.register_forward_pre_hook(_hook(reference, index), with_kwargs=True)
+            for index, layer in enumerate(decoder_layers(model) or [])
+        ]
+
+    def see(self, index: int, hidden: torch.Tensor) -> None:
+        """`(batch, rows, hidden_size)` enters decoder layer `index`."""
+        if index == 0:
+            self._waiting.clear()
+        if not self.checked:
+            self._seen[index] = hidden[-1, -1]
+        elif index in self._targets and hidden.shape[1] <= MAX_STEP_ROWS:
+            self._waiting.append((self._targets[index], hidden))
+
+    def take(self) -> list[tuple[int, torch.Tensor]]:
+        """The layers to hint at, and the residual streams for them, since the last call."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def check(self, layer: int, queries: torch.Tensor, position: int, shape: ModelShape) -> bool:
+        """Whether the projection gives the queries `(query_heads, head_dim)` that full-attention layer `layer` really made."""
+        hidden = self._seen.pop(self._full[layer], None)
+        if hidden is None or shape.rotary is None:
+            return False
+        guessed = shape.rotary.rotate(self._projection.project(layer, hidden), torch.tensor(position, device=hidden.device))
+        self.checked = layer == shape.num_layers - 1
+        difference = (guessed - queries.float()).norm()
+        return bool(difference <= TOLERANCE * queries.float().norm())
+
+    def detach(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _hook(stream: weakref.ref[ResidualStream], index: int) -> Callable[..., None]:
+    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        owner = stream()
+        if owner is not None:
+            owner.see(index, arguments[0] if arguments else keywords["hidden_states"])
+
+    return hook
