@@ -46,10 +46,13 @@ class KeySummary(ABC):
         return True
 
     def observe(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:  # noqa: B027 - optional hook
-        """See the queries `(num_tokens, query_heads, head_dim)` of a dense phase. Called while `fitted` is false."""
+        """See the queries `(num_tokens, query_heads, head_dim)` of a prompt, or of a dense sequence before the first fit."""
 
     def fit(self, samples: Iterable[KeySample]) -> None:  # noqa: B027 - optional hook
-        """Set the parameters from the keys of all layers, which come one at a time so that one layer is staged at most."""
+        """Set the parameters from the keys of all layers, which come one at a time so that one layer is staged at most.
+
+        May be called again, for texts that are much longer than before; all pages are written anew afterwards.
+        """
 
     @abstractmethod
     def reserve(self, num_pages: int) -> None:
@@ -178,6 +181,9 @@ class LayerWork(Protocol):
     def transfer(self) -> None:
         """Copy and publish. Nothing before `mark` touches what the foreground reads."""
 
+    def pending_blocks(self) -> int:
+        """How many blocks the selection so far wants to load."""
+
 
 class Ticket(ABC):
     """A claim on submitted work."""
@@ -187,14 +193,15 @@ class Ticket(ABC):
         """Block until the work is done. Raises `WorkerError` from the work's exception."""
 
     @abstractmethod
-    def skip(self) -> bool:
-        """Do not wait: True when the work is done; False when it is late. Late work that has not begun its transfer is
+    def skip(self) -> LayerWork | None:
+        """Do not wait: `None` when the work is done, else the late work. Late work that has not begun its transfer is
         cancelled; work inside its transfer goes on, and its places stay marked as filling. Raises like `wait`."""
 
 
 class TransferScheduler(ABC):
     """Runs `LayerWork` beside the foreground. Work of one layer runs in the order of submission. An error ends its work where
-    it stands (what `mark` took out of the table stays out) and is kept for the ticket's holder."""
+    it stands (what `mark` took out of the table stays out) and is kept for the holder of its ticket, or of the layer's next
+    one if nobody has asked."""
 
     @abstractmethod
     def submit(self, work: LayerWork) -> Ticket:

@@ -1,8 +1,8 @@
 """The host arena: every sealed block of every sequence, in the pool's slot layout.
 
 The whole capacity is reserved as address space, one contiguous range per layer; memory is taken page by page as blocks are
-written, so the arena costs exactly what it holds. With a CUDA device the written part is registered (page-locked) in whole
-chunks, which avoids the power-of-two rounding of pinned allocators, and bound to the GPU's NUMA node.
+written, so the arena costs what it holds. With a CUDA device what is written is registered (page-locked) a chunk at a time,
+which avoids the power-of-two rounding of pinned allocators, and bound to the GPU's NUMA node.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .types import ModelShape
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _REGISTER_BYTES = 64 << 20
+"""Host memory that is page-locked at a time, over all layers."""
 
 
 class Arena:
@@ -41,6 +42,7 @@ class Arena:
         self._node = numa.node_of(shape.device) if shape.device.type == "cuda" else None
         self._pinned = shape.device.type == "cuda"
         self._registered = [0] * shape.num_layers
+        self._register_bytes = max(1 << 20, _REGISTER_BYTES // shape.num_layers // (1 << 20) * (1 << 20))
         self.layers: list[torch.Tensor] = []
         for _ in range(shape.num_layers):
             try:
@@ -82,7 +84,11 @@ class Arena:
                 f"(now {self.num_pages * self.page_bytes}); raise it, or free sequences"
             )
         pages = [self._take() for _ in range(count)]
-        self._pin()
+        try:
+            self._pin()
+        except ArenaExhausted:
+            self.release(pages)
+            raise
         return pages
 
     def _take(self) -> int:
@@ -122,7 +128,7 @@ class Arena:
         for layer, tensor in enumerate(self.layers):
             while self._registered[layer] < wanted:
                 start = self._registered[layer]
-                size = min(_REGISTER_BYTES, tensor.numel() * tensor.itemsize - start)
+                size = min(self._register_bytes, tensor.numel() * tensor.itemsize - start)
                 error = int(cudart.cudaHostRegister(tensor.data_ptr() + start, size, 0))
                 if error:
                     raise ArenaExhausted(
@@ -135,7 +141,7 @@ class Arena:
         if self._pinned:
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for layer, tensor in enumerate(self.layers):
-                for start in range(0, self._registered[layer], _REGISTER_BYTES):
+                for start in range(0, self._registered[layer], self._register_bytes):
                     cudart.cudaHostUnregister(tensor.data_ptr() + start)
                 self._registered[layer] = 0
         self.layers = []

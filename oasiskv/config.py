@@ -63,8 +63,10 @@ class OasisConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be the name of a registered plug-in")
         if not 4 <= self.block_size <= 64 or self.block_size % 2:
             raise ConfigError(f"block_size is {self.block_size}; it must be even and between 4 and 64 (16 is a good start)")
-        if not 0 <= self.swap_margin < 1:
-            raise ConfigError(f"swap_margin is {self.swap_margin}; it is an attention mass, at least 0 and below 1")
+        if not isinstance(self.swap_margin, int | float) or not 0 <= self.swap_margin < 1:
+            raise ConfigError(f"swap_margin is {self.swap_margin!r}; it is an attention mass, at least 0 and below 1")
+        if not isinstance(self.poison_freed, bool):
+            raise ConfigError(f"poison_freed is {self.poison_freed!r}; it must be True or False")
         if self.on_late not in ("wait", "skip"):
             raise ConfigError(f'on_late is {self.on_late!r}; it must be "wait" or "skip"')
         if self.budget_tokens % self.block_size:

@@ -16,18 +16,28 @@ if TYPE_CHECKING:
     from .manager import KVManager
 
 
+_STRIPS_AHEAD = 8
+"""Strips that a growing dense sequence takes at a time, so that a pool without a set size is not copied for every block."""
+
+
 class DecodeRows:
     """Everything that is the same for all layers of a step is computed once, here; `attend` is tensor work only."""
 
     def __init__(
-        self, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], offsets: list[int], certain: bool
+        self,
+        manager: KVManager,
+        sequences: list[Sequence],
+        num_tokens: list[int],
+        offsets: list[int],
+        certain: bool,
+        together: list[Sequence],
     ) -> None:
         self.sequences = sequences
         self._manager = manager
         self._rooms = manager.rooms
         self._num_tokens = num_tokens
         self._certain = certain
-        self._make_room()
+        self._make_room(together)
         device = manager.shape.device
         self.packed = torch.tensor(
             [offset + row for offset, tokens in zip(offsets, num_tokens, strict=True) for row in range(tokens)], device=device
@@ -44,17 +54,19 @@ class DecodeRows:
 
     # Planning, once per step
 
-    def _make_room(self) -> None:
+    def _make_room(self, together: list[Sequence]) -> None:
         """Every sequence is dense with a strip for each block, or sparse and settled, before anything is planned."""
-        manager, config = self._manager, self._rooms.config
-        size = config.block_size
+        manager, config, pool = self._manager, self._rooms.config, self._rooms.pool
         turning = []
         for sequence, tokens in zip(self.sequences, self._num_tokens, strict=True):
-            blocks = -(-(sequence.length + tokens) // size)
+            blocks = -(-(sequence.length + tokens) // config.block_size)
+            held = len(sequence.strips)
             if sequence.phase is Phase.DENSE and blocks <= config.dense_blocks:
-                short = blocks - len(sequence.strips)
-                if short <= 0 or self._rooms.pool.can_allocate(short) or blocks <= config.budget_blocks:
-                    manager.ensure_strips(sequence, blocks, keep=self.sequences)
+                ahead = min(config.dense_blocks, -(-blocks // _STRIPS_AHEAD) * _STRIPS_AHEAD)
+                if blocks <= held:
+                    continue
+                if pool.can_allocate(ahead - held) or pool.can_allocate(blocks - held) or blocks <= config.budget_blocks:
+                    manager.ensure_strips(sequence, ahead if pool.can_allocate(ahead - held) else blocks, keep=together)
                     continue
             if sequence.phase is not Phase.SPARSE:
                 turning.append(sequence)
@@ -206,9 +218,7 @@ class DecodeRows:
         padded, positions = self._pad(hidden[:, None])[:, :, 0], self._positions
         if not self._all_sparse:
             padded, positions = padded[self._members], positions[self._members]
-        index = LayerIndex(
-            self._rooms, layer, self._sparse.pages, self._sparse.num_blocks, self._rooms.sets.scales[layer]
-        )
+        index = LayerIndex(self._rooms, layer, self._sparse.pages, self._sparse.num_blocks, self._rooms.sets.scales[layer])
         work = Anticipation(
             padded,
             positions,
@@ -234,10 +244,9 @@ class DecodeRows:
             self._manager.tickets[layer] = None
             ticket.wait()
             return
-        if not ticket.skip():
-            with self._rooms.sets.lock(layer):
-                late = (self._rooms.sets.selected[layer][self._rows] < 0).sum()
-            self._rooms.counters.add(late_layers=1, late_blocks=late)
+        late = ticket.skip()
+        if late is not None:
+            self._rooms.counters.add(late_layers=1, late_blocks=late.pending_blocks())
 
     def _correct(self, index: LayerIndex, queries: torch.Tensor, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks that the exact query misses most, to be read from the arena: `(S, H, m)` blocks and slots."""
@@ -335,11 +344,19 @@ class DecodeRows:
 
     # The end
 
-    def commit(self, accepted: list[int]) -> None:
-        """Keep the first rows of each sequence."""
-        manager, rooms = self._manager, self._rooms
+    def prepare_commit(self, accepted: list[int]) -> None:
+        """Take the pages that `accepted` rows of each sequence need; may fail, and changes nothing else."""
+        self._kept = accepted
         if not self._certain:
+            for pages in self._new_pages:
+                self._rooms.arena.release(pages)
+            self._new_pages = []
             self._new_pages = self._allocate_pages(accepted)
+
+    def commit(self) -> None:
+        """Keep the rows that `prepare_commit` was told."""
+        manager, rooms, accepted = self._manager, self._rooms, self._kept
+        if not self._certain:
             self._plan_sealing(accepted)
             for layer in range(rooms.shape.num_layers):
                 self._seal(layer)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +25,20 @@ from .types import EMPTY, ModelShape
 from .working_set import RECENT_ROWS, WorkingSets, place_of, window_start
 
 _STAGED_BLOCKS = 512
-"""Blocks of one layer that are staged on the device at a time while summaries are built."""
+"""Blocks of one layer that are staged on the device at a time on their way from the arena."""
+
+_REFIT_GROWTH = 1.5
+"""A summary is fitted again for sequences longer than this many times those it was fitted on."""
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _persistent(function: F) -> F:
+    """For what allocates tensors that outlive the call: made without gradients, and usable outside of inference mode, even when
+    the caller is in it."""
+    wrapped: F = torch.inference_mode(False)(torch.no_grad()(function))
+    return wrapped
 
 
 class KVManager:
@@ -44,6 +58,7 @@ class KVManager:
         projection: how the model makes queries, for predictors that look a layer ahead (`Step.hint`).
     """
 
+    @_persistent
     def __init__(
         self,
         shape: ModelShape,
@@ -71,6 +86,7 @@ class KVManager:
         self.scheduler = scheduler or (ThreadScheduler(config.workers) if config.workers else InlineScheduler())
         self.tickets: list[Ticket | None] = [None] * shape.num_layers
         self.step_number = 0
+        self._fitted_length: int | None = None
         self._sequences: dict[int, Sequence] = {}
         self._free_rows: list[int] = []
         self._open: Step | None = None
@@ -78,6 +94,7 @@ class KVManager:
 
     # Sequences
 
+    @_persistent
     def create(self) -> Sequence:
         """A new, empty sequence."""
         self._check_open()
@@ -109,6 +126,7 @@ class KVManager:
         self._free_rows.append(sequence.row)
         sequence.pages, sequence.strips, sequence.length, sequence.phase = [], [], 0, Phase.FREED
 
+    @_persistent
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied."""
         self._check_idle(sequence)
@@ -132,6 +150,7 @@ class KVManager:
             ops.copy_blocks(pool, pool, source, target)
         return child
 
+    @_persistent
     def crop(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens from `length` on. Raises `InputError` when there are no `length` tokens."""
         self._check_idle(sequence)
@@ -156,6 +175,7 @@ class KVManager:
 
     # Steps
 
+    @_persistent
     def begin_step(
         self, sequences: Sequences[Sequence], num_tokens: Sequences[int], num_drafts: Sequences[int] | None = None
     ) -> Step:
@@ -169,7 +189,7 @@ class KVManager:
 
         Raises:
             InputError: lengths that do not fit, no tokens, more drafts than tokens less one.
-            PoolExhausted, ArenaExhausted: before anything has changed.
+            PoolExhausted, ArenaExhausted: before a token is taken; other sequences may have turned sparse to make room.
             StateError: another step is open.
         """
         self._check_open()
@@ -252,20 +272,35 @@ class KVManager:
         for sequence in sequences:
             self.ensure_strips(sequence, self.config.budget_blocks, keep=sequences)
         tails = [[self.read_tail(s, layer, s.length) for layer in range(self.shape.num_layers)] for s in sequences]
-        summary = self.rooms.summary
-        if not summary.fitted:
-            summary.fit(self._samples(sequences))
-        for sequence, tail in zip(sequences, tails, strict=True):
+        for sequence in sequences:
             self.become_unsettled(sequence)
+        self._fit(sequences)
+        for sequence, tail in zip(sequences, tails, strict=True):
             self._summarise(sequence)
             sequence.phase = Phase.SPARSE
             for layer in range(self.shape.num_layers):
                 self._choose(sequence, layer)
             self.lay_out(sequence, tail)
 
+    def _fit(self, sequences: list[Sequence]) -> None:
+        """Fit the summary if it never was, or if these sequences are much longer than those it was fitted on: keys at
+        positions that a fit has not seen are coded badly. A new fit writes all summaries anew."""
+        longest = max(sequence.length for sequence in sequences)
+        summary = self.rooms.summary
+        if summary.fitted and (self._fitted_length is None or longest < _REFIT_GROWTH * self._fitted_length):
+            return
+        summary.fit(self._samples(sequences))
+        self._fitted_length = longest
+        for sequence in self.sequences:
+            sequence.summarised = 0
+            if sequence.phase is Phase.SPARSE:
+                self._summarise(sequence)
+
     def _samples(self, sequences: list[Sequence]) -> Iterator[KeySample]:
+        # Attention sinks have keys like no other and are always resident: they are no sample of what is ranked.
+        first = self.config.sink_blocks
         for layer in range(self.shape.num_layers):
-            keys = [self._sealed_keys(sequence, layer, 0, len(sequence.pages)) for sequence in sequences]
+            keys = [self._sealed_keys(sequence, layer, first, len(sequence.pages)) for sequence in sequences]
             flat = [part.transpose(0, 1).flatten(1, 2) for part in keys]
             yield KeySample(layer, torch.cat(flat, dim=1).float())
 
@@ -302,14 +337,14 @@ class KVManager:
         sets.selected[layer][sequence.row, :, : blocks.shape[2]] = blocks[0]
         sets.selected_at[layer][sequence.row] = self.step_number
 
-    def lay_out(self, sequence: Sequence, tail: list[torch.Tensor | None]) -> None:
+    def lay_out(self, sequence: Sequence, tail: list[torch.Tensor | None], first: int = 0) -> None:
         """Fill the pool's places of a sequence from the arena and from the tail block, `(kv_heads, 2, block_size, head_dim)`
-        per layer. No background work may run."""
+        per layer. A dense sequence has its blocks before `first` already. No background work may run."""
         config, rooms = self.config, self.rooms
         size, dense = config.block_size, sequence.phase is Phase.DENSE
         sealed = len(sequence.pages)
         if dense:
-            blocks = list(range(sealed))
+            blocks = list(range(first, sealed))
             places = blocks
         elif sequence.phase is Phase.SPARSE:
             window = range(window_start(config, sequence.length), sealed)
@@ -354,19 +389,22 @@ class KVManager:
         """All committed keys and values of a layer on the device, `(kv_heads, length, head_dim)` each, put together from the
         arena and the tail block: what full attention would have kept, bit for bit."""
         self._check_alive(sequence)
-        size, length = self.config.block_size, sequence.length
-        parts = []
-        if sequence.pages:
-            parts.append(self._sealed(sequence, layer, 0, len(sequence.pages)).permute(1, 2, 0, 3, 4).flatten(2, 3))
+        both = self.read_kv(sequence, layer)
+        return both[0], both[1]
+
+    def read_kv(self, sequence: Sequence, layer: int, room: int = 0) -> torch.Tensor:
+        """As `full_kv`, in one tensor `(2, kv_heads, length + room, head_dim)` whose last `room` tokens are for the caller to
+        fill. Besides it, a few hundred blocks at most are on the device at a time."""
+        size, length, shape = self.config.block_size, sequence.length, self.shape
+        both = torch.empty((2, shape.kv_heads, length + room, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        for start in range(0, len(sequence.pages), _STAGED_BLOCKS):
+            end = min(start + _STAGED_BLOCKS, len(sequence.pages))
+            blocks = self._sealed(sequence, layer, start, end).permute(2, 1, 0, 3, 4)
+            both[:, :, start * size : end * size] = blocks.reshape(2, shape.kv_heads, -1, shape.head_dim)
         tail = self.read_tail(sequence, layer, length)
         if tail is not None:
-            parts.append(tail[:, :, : length % size].clone())
-        if not parts:
-            parts.append(
-                torch.zeros((self.shape.kv_heads, 2, 0, self.shape.head_dim), dtype=self.shape.dtype, device=self.shape.device)
-            )
-        both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return both[:, 0], both[:, 1]
+            both[:, :, length - length % size : length] = tail[:, :, : length % size].transpose(0, 1)
+        return both
 
     def _sealed(self, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
         """Sealed blocks on the device, `(end - start, kv_heads, 2, block_size, head_dim)`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from .errors import PoolExhausted
 from .sequence import Phase, Sequence
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _QUERY_CHUNK = 1024
 class PrefillRows:
     """Sealed blocks go to the arena as layers attend; the pool changes at `commit` only, so that an abort loses nothing."""
 
-    def __init__(self, manager: KVManager, sequence: Sequence, offset: int, num_tokens: int) -> None:
+    def __init__(self, manager: KVManager, sequence: Sequence, offset: int, num_tokens: int, together: list[Sequence]) -> None:
         self.sequence = sequence
         self.num_tokens = num_tokens
         self.packed = slice(offset, offset + num_tokens)
@@ -28,43 +29,37 @@ class PrefillRows:
         self._length = sequence.length + num_tokens
         blocks = -(-self._length // size)
         self._dense = sequence.phase is Phase.DENSE and blocks <= manager.config.dense_blocks
-        strips = blocks if self._dense else manager.config.budget_blocks
+        budget = manager.config.budget_blocks
         try:
-            manager.ensure_strips(sequence, strips, keep=[sequence])
-        except MemoryError:
-            if not self._dense or blocks <= manager.config.budget_blocks:
+            manager.ensure_strips(sequence, blocks if self._dense else budget, keep=together)
+        except PoolExhausted:
+            if not self._dense or blocks <= budget:
                 raise
             self._dense = False
-            manager.ensure_strips(sequence, manager.config.budget_blocks, keep=[sequence])
+            manager.ensure_strips(sequence, budget, keep=together)
         self._first = len(sequence.pages)
         self._pages = manager.rooms.arena.allocate(self._length // size - self._first)
         self._page_index = torch.tensor(self._pages, dtype=torch.int64)
         self._positions = torch.arange(sequence.length, self._length, device=manager.shape.device)
         self._tails: list[torch.Tensor | None] = []
-        if sequence.phase is Phase.SPARSE:
-            manager.reserve_summaries(self._pages)
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """As `Step.attend`, for the rows of this sequence."""
         manager, sequence = self._manager, self.sequence
         past = sequence.length
-        new = torch.stack([keys, values]).transpose(1, 2)
-        if past:
-            old_keys, old_values = manager.full_kv(sequence, layer)
-            both = torch.cat([torch.stack([old_keys, old_values]), new], dim=2)
-        else:
-            both = new
+        both = manager.read_kv(sequence, layer, room=self.num_tokens)
+        both[0, :, past:] = keys.transpose(0, 1)
+        both[1, :, past:] = values.transpose(0, 1)
         output = _causal(queries.transpose(0, 1), both[0], both[1], past, scale)
         self._store(layer, both)
         rooms = manager.rooms
-        if not rooms.summary.fitted:
-            rooms.summary.observe(layer, queries, self._positions)
+        rooms.summary.observe(layer, queries, self._positions)
         rooms.sets.remember_queries(layer, torch.tensor([sequence.row], device=queries.device), queries[None])
         return output.transpose(0, 1)
 
     def _store(self, layer: int, both: torch.Tensor) -> None:
         """Write what seals to the arena, and keep what stays open for `commit`. `both` is `(2, kv_heads, length, head_dim)`."""
-        rooms, sequence = self._manager.rooms, self.sequence
+        rooms = self._manager.rooms
         shape, size = rooms.shape, rooms.config.block_size
         start, end = self._first * size, self._length // size * size
         if end > start:
@@ -72,8 +67,6 @@ class PrefillRows:
             arena = rooms.arena.layers[layer]
             arena.view(-1, shape.kv_heads, *arena.shape[1:])[self._page_index] = sealed.to(arena.device)
             rooms.counters.add(stored_blocks=len(self._pages) * shape.kv_heads)
-            if sequence.phase is Phase.SPARSE:
-                rooms.summary.write(layer, self._page_index.to(shape.device), sealed[:, :, 0].contiguous())
         tail = None
         if self._length > end:
             tail = torch.zeros((shape.kv_heads, 2, size, shape.head_dim), dtype=shape.dtype, device=shape.device)
@@ -81,17 +74,15 @@ class PrefillRows:
         self._tails.append(tail)
 
     def commit(self) -> None:
-        """Take the rows over and lay the sequence out on the device."""
+        """Take the rows over and lay the sequence out on the device. No background work may run."""
         manager, sequence = self._manager, self.sequence
-        manager.drain()
         manager.rooms.sets.set_pages(sequence.row, self._first, self._pages)
         sequence.pages.extend(self._pages)
         sequence.length = self._length
-        if sequence.phase is Phase.SPARSE:
-            sequence.summarised = len(sequence.pages)
-        elif sequence.phase is Phase.DENSE and not self._dense:
+        if not self._dense:
+            # A sparse sequence chooses anew: what the new text looks at may be anywhere.
             manager.become_unsettled(sequence)
-        manager.lay_out(sequence, self._tails)
+        manager.lay_out(sequence, self._tails, first=self._first)
 
     def abort(self) -> None:
         """Give the new pages back."""

@@ -165,6 +165,9 @@ class Refresh:
         rooms.counters.add(loaded_blocks=moved.sum())
         rooms.counters.keep_largest(most_new_blocks=moved.sum(2).max())
 
+    def pending_blocks(self) -> int:
+        return int((self.places >= 0).sum())
+
     def _publish(self, resident: torch.Tensor) -> None:
         sets = self._rooms.sets
         with sets.lock(self.layer):
@@ -182,8 +185,7 @@ class Anticipation(Refresh):
 
     def predict(self) -> None:
         predictor = self._rooms.predictor
-        with torch.no_grad():  # a thread of its own has its own grad mode, and the guess runs the model's parameters
-            self._queries = predictor.guess(self.layer, self._hidden, self._positions.clamp(min=0), self._sparse.rows)
+        self._queries = predictor.guess(self.layer, self._hidden, self._positions.clamp(min=0), self._sparse.rows)
         super().predict()
 
 

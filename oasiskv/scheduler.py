@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 
+import torch
+
 from .abc import LayerWork, Ticket, TransferScheduler
 from .errors import ConfigError, StateError, WorkerError
 
@@ -12,8 +14,9 @@ from .errors import ConfigError, StateError, WorkerError
 class WorkTicket(Ticket):
     """Follows one piece of work through its stages."""
 
-    def __init__(self, work: LayerWork) -> None:
+    def __init__(self, work: LayerWork, before: WorkTicket | None = None) -> None:
         self._work = work
+        self._before = before
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._cancelled = False
@@ -23,32 +26,38 @@ class WorkTicket(Ticket):
     def run(self) -> None:
         """Run all stages."""
         try:
-            self._work.predict()
-            self._work.select()
-            with self._lock:
-                self._transferring = not self._cancelled
-                if self._transferring:
-                    self._work.mark()
-            if self._transferring:
-                self._work.transfer()
+            with torch.no_grad():  # every thread has its own grad mode
+                self._stages()
         except BaseException as error:  # noqa: BLE001 - it reaches the waiter
             self._error = error
         finally:
+            before, self._before = self._before, None
+            if before is not None and self._error is None:
+                self._error = before._error
             self._done.set()
+
+    def _stages(self) -> None:
+        self._work.predict()
+        self._work.select()
+        with self._lock:
+            self._transferring = not self._cancelled
+            if self._transferring:
+                self._work.mark()
+        if self._transferring:
+            self._work.transfer()
 
     def wait(self) -> None:
         self._done.wait()
         self._raise()
 
-    def skip(self) -> bool:
-        if not self._done.is_set():
-            with self._lock:
-                if not self._transferring:
-                    self._cancelled = True
-                if not self._done.is_set():
-                    return False
+    def skip(self) -> LayerWork | None:
+        with self._lock:
+            late = not self._done.is_set()
+            self._cancelled = late and not self._transferring
+        if late:
+            return self._work
         self._raise()
-        return True
+        return None
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -102,7 +111,7 @@ class ThreadScheduler(TransferScheduler):
     def submit(self, work: LayerWork) -> Ticket:
         if self._closed:
             raise StateError("the transfer scheduler is closed; create a new manager")
-        ticket = WorkTicket(work)
+        ticket = WorkTicket(work, self._last.get(work.layer))
         self._last[work.layer] = ticket
         self._queues[work.layer % len(self._queues)].put(ticket)
         return ticket

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Step:
     """Made by `KVManager.begin_step`. Rows of all sequences are packed one after another, in the order of the sequences.
 
-    A sequence with at most `MAX_STEP_ROWS` rows and a history decodes over its working set; any other prefills, with exact
-    attention over its whole history, one layer at a time on the device.
+    A sequence decodes over its working set when it has a history and brings one row, or up to `MAX_STEP_ROWS` rows with drafts
+    among them. Any other prefills: its rows are prompt, and attend exactly to the whole history, one layer at a time.
     """
 
     def __init__(self, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int]) -> None:
@@ -34,7 +34,8 @@ class Step:
         self._done = False
         self._total = sum(num_tokens)
         decoding = [
-            tokens <= MAX_STEP_ROWS and sequence.length > 0 for sequence, tokens in zip(sequences, num_tokens, strict=True)
+            sequence.length > 0 and tokens <= MAX_STEP_ROWS and (tokens == 1 or drafts > 0)
+            for sequence, tokens, drafts in zip(sequences, num_tokens, num_drafts, strict=True)
         ]
         offsets = [0]
         for tokens in num_tokens:
@@ -42,18 +43,20 @@ class Step:
         self._decode: DecodeRows | None = None
         self._prefills: list[PrefillRows] = []
         members = [number for number, flag in enumerate(decoding) if flag]
-        if members:
-            self._decode = DecodeRows(
-                manager,
-                [sequences[number] for number in members],
-                [num_tokens[number] for number in members],
-                [offsets[number] for number in members],
-                self.certain,
-            )
         try:
             for number, flag in enumerate(decoding):
                 if not flag:
-                    self._prefills.append(PrefillRows(manager, sequences[number], offsets[number], num_tokens[number]))
+                    rows = PrefillRows(manager, sequences[number], offsets[number], num_tokens[number], sequences)
+                    self._prefills.append(rows)
+            if members:
+                self._decode = DecodeRows(
+                    manager,
+                    [sequences[number] for number in members],
+                    [num_tokens[number] for number in members],
+                    [offsets[number] for number in members],
+                    self.certain,
+                    sequences,
+                )
         except BaseException:
             self.abort()
             raise
@@ -135,12 +138,18 @@ class Step:
                 f"{name} is {tensor.dtype} on {tensor.device}; the manager was made for {shape.dtype} on {shape.device}"
             )
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def commit(self, accepted: Sequences[int] | None = None) -> None:
         """Keep the first `accepted[i]` rows of each sequence (all, if `None`) and forget the others.
 
         Raises:
             InputError: fewer than the rows that are no drafts, or more than there were.
             StateError: some layer has not attended.
+            ArenaExhausted: no room for a block that seals; with drafts only, since a certain step has taken it at its begin.
+            WorkerError: background work failed.
+
+        After an error the step is still open: mend and commit again, or abort.
         """
         self._check_live()
         if not self.complete:
@@ -153,19 +162,23 @@ class Step:
         for count, least, most in zip(kept, self._min_accepted, self.num_tokens, strict=True):
             if not least <= count <= most:
                 raise InputError(f"accepted is {count}; this step has {most} rows, of which {most - least} are drafts")
-        self._finish()
         by_sequence = {id(sequence): count for sequence, count in zip(self.sequences, kept, strict=True)}
+        if self._prefills:
+            self.manager.drain()
+        if self._decode is not None:
+            self._decode.prepare_commit([by_sequence[id(s)] for s in self._decode.sequences])
+        self._finish()
         counters = self.manager.rooms.counters
+        counters.add(steps=1)
         if self._decode is not None:
             counters.add(decoded_tokens=sum(by_sequence[id(s)] for s in self._decode.sequences))
-            self._decode.commit([by_sequence[id(s)] for s in self._decode.sequences])
+            self._decode.commit()
         for prefill in self._prefills:
             prefill.commit()
             counters.add(prefilled_tokens=prefill.num_tokens)
             dropped = prefill.num_tokens - by_sequence[id(prefill.sequence)]
             if dropped:
                 self.manager.crop(prefill.sequence, prefill.sequence.length - dropped)
-        counters.add(steps=1)
 
     def abort(self) -> None:
         """Forget the step: the sequences are as they were before it. Idempotent, also after `commit`."""

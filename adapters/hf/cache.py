@@ -114,6 +114,8 @@ class OasisCache(Cache):
         self._running: list[Sequence] = []
         self._select: torch.Tensor | None = None
         self._torn = False
+        self._in_forward = False
+        self._served = 0
         self._model = weakref.ref(model)
         self._stream = ResidualStream(model, full, projection) if self.manager.rooms.predictor.uses_hints else None
         self._close = weakref.finalize(self, _close, self.manager, Binding.of(model), self._stream)
@@ -153,9 +155,25 @@ class OasisCache(Cache):
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
         self._finish_forward()
+        self._in_forward = True
+        self._served = 0
+
+    def after_forward(self, model: PreTrainedModel) -> None:
+        """Called after every forward that got this cache. Raises `StateError` unless each full-attention layer was served."""
+        self._in_forward = False
+        if self._served != self.shape.num_layers:
+            raise StateError(
+                f"{self._served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
+                "OasisCache; the model changes the keys between cache and attention, and the output is not to be trusted"
+            )
 
     def check_rows(self, keys: torch.Tensor) -> None:
         """Raise `InputError` for keys that are not of this cache's model, or of another batch."""
+        if not self._in_forward:
+            raise InputError(
+                "the OasisCache is closed, or is used by a model that it was not made for, or by a part of its model; call the "
+                "model that was passed to OasisCache.for_model"
+            )
         shape, batch = self.shape, len(self._sequences)
         if keys.dtype != shape.dtype or keys.device.type != shape.device.type:
             raise InputError(
@@ -189,12 +207,14 @@ class OasisCache(Cache):
             if self._stream is not None:
                 self._show_residual_stream(step, layer, query)
             output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale)
+            self._served += 1
             if step.complete:
                 self.columns += query.shape[2]
                 if step.certain:
                     step.commit()
         except BaseException:
             self._abort()
+            self._in_forward = False
             raise
         return self._unpack(output, query)
 

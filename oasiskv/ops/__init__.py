@@ -56,7 +56,7 @@ def _like_logits(queries: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_attention(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
 def _fake_mass(logits: torch.Tensor, num_blocks: torch.Tensor, kv_heads: int) -> torch.Tensor:

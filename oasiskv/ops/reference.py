@@ -36,8 +36,8 @@ def copy_blocks(source: Tensor, target: Tensor, source_slots: Tensor, target_slo
         source_slots, target_slots: tables of one shape.
     """
     valid = (source_slots >= 0) & (target_slots >= 0)
-    moved = source.index_select(0, source_slots[valid])
-    target.index_copy_(0, target_slots[valid], moved.to(target.device, target.dtype))
+    moved = source.index_select(0, source_slots[valid].to(source.device))
+    target.index_copy_(0, target_slots[valid].to(target.device), moved.to(target.device, target.dtype))
 
 
 def paged_attention(
@@ -82,18 +82,19 @@ def paged_attention(
     visible = token[:, :, None, :] <= positions[:, None, :, None]
     # A zero weight does not silence a NaN in memory that no row may see, so such values are cleared first.
     values.masked_fill_(~visible.any(2)[..., None], 0.0)
-    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(sequences, kv_heads, -1, head_dim).float()
+    group = query_heads // kv_heads
+    grouped = queries.view(sequences, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(sequences, kv_heads, group * rows, head_dim).float()
     logits = (grouped @ keys.transpose(2, 3)).mul_(scale)
-    logits = logits.view(sequences, kv_heads, -1, rows, token.shape[2])
+    logits = logits.view(sequences, kv_heads, group, rows, token.shape[2])
     logits.masked_fill_(~visible[:, :, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[..., None])
-    output = weights.view(sequences, kv_heads, -1, token.shape[2]) @ values
-    output = output.view(sequences, kv_heads, -1, rows, head_dim).permute(0, 3, 1, 2, 4)
+    output = weights.view(sequences, kv_heads, group * rows, token.shape[2]) @ values
+    output = output.view(sequences, kv_heads, group, rows, head_dim).permute(0, 3, 1, 2, 4)
     return (
-        output.reshape(queries.shape).to(queries.dtype),
-        lse.permute(0, 3, 1, 2).reshape(sequences, rows, query_heads),
+        output.reshape(queries.shape).to(queries.dtype).contiguous(),
+        lse.permute(0, 3, 1, 2).reshape(sequences, rows, query_heads).contiguous(),
     )
 
 
@@ -123,12 +124,14 @@ def exact_logits(queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, s
     by_page = arena.view(-1, kv_heads, 2, block_size, head_dim)
     keys = by_page[pages.clamp(min=0).to(arena.device), :, 0].to(queries.device).float()
     grouped = (
-        queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, -1, head_dim)
+        queries.view(sequences, rows, kv_heads, query_heads // kv_heads, head_dim)
+        .permute(0, 2, 1, 3, 4)
+        .reshape(sequences, kv_heads, rows * (query_heads // kv_heads), head_dim)
     )
     flat = keys.permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, num_blocks * block_size, head_dim)
     logits = (grouped.float() @ flat.transpose(2, 3)).mul_(scale)
-    logits = logits.view(sequences, kv_heads, rows, -1, num_blocks, block_size).logsumexp(-1)
-    return logits.permute(0, 2, 1, 3, 4).reshape(sequences, rows, query_heads, num_blocks)
+    logits = logits.view(sequences, kv_heads, rows, query_heads // kv_heads, num_blocks, block_size).logsumexp(-1)
+    return logits.permute(0, 2, 1, 3, 4).reshape(sequences, rows, query_heads, num_blocks).contiguous()
 
 
 def block_mass(logits: Tensor, num_blocks: Tensor, kv_heads: int) -> Tensor:
@@ -136,10 +139,10 @@ def block_mass(logits: Tensor, num_blocks: Tensor, kv_heads: int) -> Tensor:
 
     `(S, R, Hq, N)` to `(S, R, H, N)`; blocks beyond `num_blocks[s]` get 0, and so does a sequence without blocks.
     """
-    sequences, rows, _, blocks = logits.shape
+    sequences, rows, query_heads, blocks = logits.shape
     beyond = torch.arange(blocks, device=logits.device) >= num_blocks[:, None]
     share = logits.masked_fill(beyond[:, None, None, :], float("-inf")).softmax(-1)
-    share = share.view(sequences, rows, kv_heads, -1, blocks).sum(3)
+    share = share.view(sequences, rows, kv_heads, query_heads // kv_heads, blocks).sum(3)
     return share.masked_fill(beyond[:, None, None, :], 0.0)
 
 
@@ -228,12 +231,14 @@ def minmax_score(bounds: Tensor, pages: Tensor, queries: Tensor, scale: float) -
     kept = bounds[pages.clamp(min=0)].permute(0, 2, 3, 4, 1).float()
     kv_heads = kept.shape[1]
     grouped = (
-        queries.view(sequences, rows, kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, -1, head_dim)
+        queries.view(sequences, rows, kv_heads, query_heads // kv_heads, head_dim)
+        .permute(0, 2, 1, 3, 4)
+        .reshape(sequences, kv_heads, rows * (query_heads // kv_heads), head_dim)
     )
     grouped = grouped.float() * scale
     logits = grouped.clamp(max=0) @ kept[:, :, 0] + grouped.clamp(min=0) @ kept[:, :, 1]
-    logits = logits.view(sequences, kv_heads, rows, -1, pages.shape[1]).permute(0, 2, 1, 3, 4)
-    return logits.reshape(sequences, rows, query_heads, pages.shape[1])
+    logits = logits.view(sequences, kv_heads, rows, query_heads // kv_heads, pages.shape[1]).permute(0, 2, 1, 3, 4)
+    return logits.reshape(sequences, rows, query_heads, pages.shape[1]).contiguous()
 
 
 def transform_write(
@@ -300,7 +305,7 @@ def transform_score(
     kv_heads = mean.shape[0]
     num_nibbles = codes.shape[1]
     block_size = codes.shape[2] * 2
-    grouped = queries.view(sequences, rows, kv_heads, -1, head_dim).float() * scale
+    grouped = queries.view(sequences, rows, kv_heads, query_heads // kv_heads, head_dim).float() * scale
     rotated = torch.einsum("srhgd,hcd->shcrg", grouped, decode)
     width = rotated.shape[3] * rotated.shape[4]
     by_component = rotated.reshape(sequences, -1, width)[:, components]
@@ -314,6 +319,6 @@ def transform_score(
     bags = torch.arange(tokens, dtype=torch.int32, device=codes.device)[:, None] * num_nibbles + offsets.to(torch.int32)
     logits = F.embedding_bag(entry.flatten(), tables, bags.flatten(), mode="sum")
     blocks = logits.view(sequences, num_blocks, block_size, kv_heads, width).logsumexp(2)
-    blocks = blocks.view(sequences, num_blocks, kv_heads, rows, -1).permute(0, 3, 2, 4, 1)
+    blocks = blocks.view(sequences, num_blocks, kv_heads, rows, query_heads // kv_heads).permute(0, 3, 2, 4, 1)
     bias = torch.einsum("srhgd,hd->srhg", grouped, mean)
-    return (blocks + bias[..., None]).reshape(sequences, rows, query_heads, num_blocks)
+    return (blocks + bias[..., None]).reshape(sequences, rows, query_heads, num_blocks).contiguous()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..abc import BlockIndex, Predictor
+from ..abc import BlockIndex
+from .lookahead import Lookahead
 
 
-class Oracle(Predictor):
+class Oracle(Lookahead):
     """Chooses by the true attention mass of the present step; reads all keys from the arena, so it saves no traffic."""
 
     foreground = True
 
     def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
         return index.exact_mass(queries)
-
-    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-        return mass.mean(1)

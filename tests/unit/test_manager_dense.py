@@ -67,30 +67,39 @@ def test_rejecting_drafts_leaves_no_trace_in_the_outputs():
         torch.testing.assert_close(plain, drafted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 17, 23, 70])
+def test_drafts_that_would_exceed_the_budget_do_not_end_full_attention_within_it(driver):
+    sequence = driver.create(37)
+    driver.decode(sequence, 16, 15, 1)
+    for tokens, drafts in ((1, 0), (2, 1)):
+        part = Part(sequence, tokens, drafts, 1, driver.draw(tokens))
+        expected = driver.full(sequence, part.rows)
+        close_to(driver.run(part)[0], expected)
+    assert sequence.length == driver.manager.config.budget_tokens
+    driver.check()
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 4, 17, 23, 70])
 @pytest.mark.parametrize("length", [33, 70])
-def test_prefill_in_chunks_is_full_attention_while_chunks_are_longer_than_a_step(driver, chunk, length):
+def test_a_prompt_in_chunks_gets_full_attention(driver, chunk, length):
     sequence = driver.create()
-    done = 0
-    while done < length:
-        tokens = min(chunk, length - done)
+    while sequence.length < length:
+        tokens = max(2, min(chunk, length - sequence.length))
         part = Part(sequence, tokens, rows=driver.draw(tokens))
-        exact = tokens > 16 or done + tokens <= 40
-        expected = driver.full(sequence, part.rows) if exact else None
-        output = driver.run(part)[0]
-        if exact:
-            close_to(output, expected)
-        done += tokens
+        expected = driver.full(sequence, part.rows)
+        close_to(driver.run(part)[0], expected)
         driver.check()
 
 
-def test_prefill_of_a_sparse_sequence_is_full_attention(driver):
+@pytest.mark.parametrize("tokens", [2, 21])
+def test_more_prompt_of_a_sparse_sequence_gets_full_attention(driver, tokens):
     sequence = driver.create(50)
     driver.decode(sequence)
     assert sequence.phase is Phase.SPARSE
-    part = Part(sequence, 21, rows=driver.draw(21))
+    part = Part(sequence, tokens, rows=driver.draw(tokens))
     expected = driver.full(sequence, part.rows)
     close_to(driver.run(part)[0], expected)
+    driver.check()
+    driver.decode(sequence)
     assert sequence.phase is Phase.SPARSE
     driver.check()
 

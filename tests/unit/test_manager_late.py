@@ -184,7 +184,7 @@ def test_whatever_moves_blocks_waits_for_a_transfer_in_progress(driver, schedule
     elif what == "prefill":
         driver.run(Part(sequence, 20))
     elif what == "abort":
-        part = Part(sequence, 4, rows=driver.draw(4))
+        part = Part(sequence, 4, 3, rows=driver.draw(4))
         step = driver.begin(part)
         driver.attend(step, 0, part)
         step.abort()

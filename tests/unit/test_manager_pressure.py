@@ -1,8 +1,11 @@
 """Dense sequences must give way when the pool runs short, also within the step that needs the room."""
 
+import contextlib
+
 import pytest
 
 from oasiskv import Phase
+from oasiskv.errors import PoolExhausted
 
 from .driver import Part
 from .test_manager_capacity import expect_full, make
@@ -83,3 +86,21 @@ def test_a_step_that_fails_for_room_changes_no_sequence():
         driver.begin(Part(first, 1), Part(second, 1), Part(third, 40))
     driver.check()
     expect_full(driver, Part(first, 1))
+
+
+def test_a_pool_that_holds_every_block_of_two_dense_sequences_serves_both():
+    driver = make(strips=13)
+    first, second = driver.create(20), driver.create(20)
+    for _ in range(4):
+        expect_full(driver, Part(first, 1), Part(second, 1))
+        driver.check()
+
+
+def test_room_for_one_that_turns_sparse_beside_a_prompt_that_would_stay_dense():
+    driver = make(strips=20, dense_threshold=44)
+    turning, fresh = driver.create(36), driver.create()
+    with contextlib.suppress(PoolExhausted):
+        driver.run(Part(turning, 16, 15, 1), Part(fresh, 44))
+    driver.check()
+    driver.run(Part(turning, 1))
+    driver.check()

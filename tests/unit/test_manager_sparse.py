@@ -25,7 +25,7 @@ def test_the_oracle_attends_exactly_over_what_it_chose(tokens):
         driver = Driver(manager)
         sequence = driver.create(70)
         for _ in range(9):
-            part = Part(sequence, tokens, rows=driver.draw(tokens))
+            part = Part(sequence, tokens, tokens - 1, tokens, driver.draw(tokens))
             always, text = driver.always(sequence), driver.texts[sequence]
             seen, hook = watch(driver, sequence)
             output = driver.run(part, after=hook)[0]
@@ -39,7 +39,7 @@ def test_the_oracle_attends_exactly_over_what_it_chose(tokens):
 
 @pytest.mark.parametrize("predictor", ["lookahead", "previous"])
 @pytest.mark.parametrize("summary", ["minmax", "transform"])
-@pytest.mark.parametrize(("tokens", "drafts", "accepted"), [(1, 0, 1), (4, 3, 2), (16, 15, 16), (3, 0, 3)])
+@pytest.mark.parametrize(("tokens", "drafts", "accepted"), [(1, 0, 1), (4, 3, 2), (16, 15, 16), (3, 1, 3)])
 def test_a_step_attends_exactly_over_what_was_chosen_before(predictor, summary, tokens, drafts, accepted):
     with KVManager(SHAPE, tiny(predictor=predictor, summary=summary)) as manager:
         driver = Driver(manager)

@@ -269,3 +269,47 @@ def test_continuous_batching_is_refused(model, cache):
 def test_attention_weights_are_refused(model, cache):
     with pytest.raises((UnsupportedModel, ValueError), match="output_attentions"):
         model(prompt(1, 20), **{cache.keyword: cache}, output_attentions=True)
+
+
+def test_a_cache_in_a_model_without_one_of_its_own(cache):
+    with pytest.raises(InputError, match="not made for"):
+        tiny("llama")(prompt(1, 10), **{cache.keyword: cache})
+
+
+def test_a_closed_cache_in_its_model(model, cache):
+    model(prompt(1, 10), **{cache.keyword: cache})
+    cache.close()
+    with pytest.raises(InputError, match="closed"):
+        model(prompt(1, 1), **{cache.keyword: cache})
+
+
+def test_an_attention_implementation_changed_behind_the_cache(model, cache):
+    model.set_attn_implementation("eager")
+    with pytest.raises(StateError, match="attn_implementation='eager'"):
+        model(prompt(1, 10), **{cache.keyword: cache})
+
+
+def test_keys_that_lose_their_mark(model, cache, monkeypatch):
+    layer = cache.layers[1]
+    update = layer.update
+    monkeypatch.setattr(layer, "update", lambda *args, **kwargs: tuple(t.clone() for t in update(*args, **kwargs)))
+    with pytest.raises(StateError, match="layer 2 attends, but layer 1 is next"):
+        model(prompt(1, 10), **{cache.keyword: cache})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_every_grad_mode(model, mode, workers):
+    config = OasisConfig(budget_tokens=96, block_size=8, sink_tokens=8, window_tokens=16, workers=workers)
+    ids = prompt(1, 230)
+    outputs = []
+    for manager in (torch.no_grad, mode):
+        with OasisCache.for_model(model, config) as cache:
+            with manager():
+                parts = [model(part, **{cache.keyword: cache}).logits for part in ids.split([200, *[1] * 20, 10], dim=1)]
+            outputs.append(torch.cat(parts, dim=1).detach().clone())
+            assert not any(layer.requires_grad for layer in cache.manager.rooms.pool.layers)
+            # What was allocated inside of the mode is usable outside of it.
+            model(ids[:, :1], **{cache.keyword: cache})
+            cache.manager.check_integrity()
+    assert torch.equal(outputs[0], outputs[1])
