@@ -8,16 +8,13 @@ import torch
 
 from . import ops
 from .refresh import Anticipation, LayerIndex, Refresh, SparseRows
+from .room import trim
 from .sequence import Phase, Sequence
 from .types import EMPTY
 from .working_set import place_of, window_start
 
 if TYPE_CHECKING:
     from .manager import KVManager
-
-
-_STRIPS_AHEAD = 8
-"""Strips that a growing dense sequence takes at a time, so that a pool without a set size is not copied for every block."""
 
 
 class DecodeRows:
@@ -30,14 +27,12 @@ class DecodeRows:
         num_tokens: list[int],
         offsets: list[int],
         certain: bool,
-        together: list[Sequence],
     ) -> None:
         self.sequences = sequences
         self._manager = manager
         self._rooms = manager.rooms
         self._num_tokens = num_tokens
         self._certain = certain
-        self._make_room(together)
         device = manager.shape.device
         self.packed = torch.tensor(
             [offset + row for offset, tokens in zip(offsets, num_tokens, strict=True) for row in range(tokens)], device=device
@@ -53,25 +48,6 @@ class DecodeRows:
             self._plan_sealing(num_tokens)
 
     # Planning, once per step
-
-    def _make_room(self, together: list[Sequence]) -> None:
-        """Every sequence is dense with a strip for each block, or sparse and settled, before anything is planned."""
-        manager, config, pool = self._manager, self._rooms.config, self._rooms.pool
-        turning = []
-        for sequence, tokens in zip(self.sequences, self._num_tokens, strict=True):
-            blocks = -(-(sequence.length + tokens) // config.block_size)
-            held = len(sequence.strips)
-            if sequence.phase is Phase.DENSE and blocks <= config.dense_blocks:
-                ahead = min(config.dense_blocks, -(-blocks // _STRIPS_AHEAD) * _STRIPS_AHEAD)
-                if blocks <= held:
-                    continue
-                if pool.can_allocate(ahead - held) or pool.can_allocate(blocks - held) or blocks <= config.budget_blocks:
-                    manager.ensure_strips(sequence, ahead if pool.can_allocate(ahead - held) else blocks, keep=together)
-                    continue
-            if sequence.phase is not Phase.SPARSE:
-                turning.append(sequence)
-        if turning:
-            manager.settle(turning)
 
     def _plan_rows(self) -> None:
         """Where each row goes: `(S, R)` positions, and the slot and offset of every packed row."""
@@ -378,3 +354,4 @@ class DecodeRows:
             self._rooms.arena.release(pages)
         for sequence in self.sequences:
             self._rooms.sets.trim_selected(sequence.row, window_start(self._rooms.config, sequence.length))
+            trim(self._manager, sequence)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from . import ops, registry
+from . import ops, registry, room
 from .abc import KeySample, KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
 from .arena import Arena
 from .config import OasisConfig
@@ -132,7 +132,7 @@ class KVManager:
         self._check_idle(sequence)
         self.drain()
         rooms = self.rooms
-        strips = self._allocate_strips(len(sequence.strips), keep=[sequence])
+        strips = room.take(self, len(sequence.strips), keep=sequence)
         try:
             child = self.create()
         except OasisError:
@@ -171,6 +171,7 @@ class KVManager:
             self.rooms.sets.clear_selected(sequence.row)
             sequence.phase = Phase.DENSE
         self.rooms.sets.trim_selected(sequence.row, window_start(self.config, length))
+        room.trim(self, sequence)
         self.lay_out(sequence, tail)
 
     # Steps
@@ -223,36 +224,7 @@ class KVManager:
         """The step that is neither committed nor aborted."""
         return self._open
 
-    # Room on the device, used by steps
-
-    def ensure_strips(self, sequence: Sequence, count: int, keep: list[Sequence]) -> None:
-        """Give a sequence at least `count` strips, turning dense sequences sparse if the pool is short."""
-        missing = count - len(sequence.strips)
-        if missing > 0:
-            sequence.strips.extend(self._allocate_strips(missing, keep))
-            self.rooms.sets.set_strips(sequence.row, sequence.strips)
-
-    def _allocate_strips(self, count: int, keep: list[Sequence]) -> list[int]:
-        pool = self.rooms.pool
-        while not pool.can_allocate(count):
-            victim = self._largest_dense(keep)
-            if victim is None:
-                break
-            self.settle([victim])
-        if count > pool.free_strips:
-            self.drain()
-        return pool.allocate(count)
-
-    def _largest_dense(self, keep: list[Sequence]) -> Sequence | None:
-        """The dense sequence that gives back the most strips by turning sparse."""
-        kept = {id(sequence) for sequence in keep}
-        budget = self.config.budget_blocks
-        dense = [
-            sequence
-            for sequence in self._sequences.values()
-            if sequence.phase is Phase.DENSE and len(sequence.strips) > budget and id(sequence) not in kept
-        ]
-        return max(dense, key=lambda sequence: len(sequence.strips), default=None)
+    # The device, used by steps
 
     def become_unsettled(self, sequence: Sequence) -> None:
         """Change the phase and trim the strips to the budget; the caller lays the sequence out anew."""
@@ -270,7 +242,7 @@ class KVManager:
         """
         self.drain()
         for sequence in sequences:
-            self.ensure_strips(sequence, self.config.budget_blocks, keep=sequences)
+            room.give(self, sequence, self.config.budget_blocks)
         tails = [[self.read_tail(s, layer, s.length) for layer in range(self.shape.num_layers)] for s in sequences]
         for sequence in sequences:
             self.become_unsettled(sequence)
@@ -392,11 +364,11 @@ class KVManager:
         both = self.read_kv(sequence, layer)
         return both[0], both[1]
 
-    def read_kv(self, sequence: Sequence, layer: int, room: int = 0) -> torch.Tensor:
-        """As `full_kv`, in one tensor `(2, kv_heads, length + room, head_dim)` whose last `room` tokens are for the caller to
+    def read_kv(self, sequence: Sequence, layer: int, spare: int = 0) -> torch.Tensor:
+        """As `full_kv`, in one tensor `(2, kv_heads, length + spare, head_dim)` whose last `spare` tokens are for the caller to
         fill. Besides it, a few hundred blocks at most are on the device at a time."""
         size, length, shape = self.config.block_size, sequence.length, self.shape
-        both = torch.empty((2, shape.kv_heads, length + room, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        both = torch.empty((2, shape.kv_heads, length + spare, shape.head_dim), dtype=shape.dtype, device=shape.device)
         for start in range(0, len(sequence.pages), _STAGED_BLOCKS):
             end = min(start + _STAGED_BLOCKS, len(sequence.pages))
             blocks = self._sealed(sequence, layer, start, end).permute(2, 1, 0, 3, 4)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from .errors import PoolExhausted
-from .sequence import Phase, Sequence
+from .room import trim
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .manager import KVManager
@@ -20,23 +20,14 @@ _QUERY_CHUNK = 1024
 class PrefillRows:
     """Sealed blocks go to the arena as layers attend; the pool changes at `commit` only, so that an abort loses nothing."""
 
-    def __init__(self, manager: KVManager, sequence: Sequence, offset: int, num_tokens: int, together: list[Sequence]) -> None:
+    def __init__(self, manager: KVManager, sequence: Sequence, offset: int, num_tokens: int, dense: bool) -> None:
         self.sequence = sequence
         self.num_tokens = num_tokens
         self.packed = slice(offset, offset + num_tokens)
         self._manager = manager
-        size = manager.config.block_size
         self._length = sequence.length + num_tokens
-        blocks = -(-self._length // size)
-        self._dense = sequence.phase is Phase.DENSE and blocks <= manager.config.dense_blocks
-        budget = manager.config.budget_blocks
-        try:
-            manager.ensure_strips(sequence, blocks if self._dense else budget, keep=together)
-        except PoolExhausted:
-            if not self._dense or blocks <= budget:
-                raise
-            self._dense = False
-            manager.ensure_strips(sequence, budget, keep=together)
+        self._dense = dense
+        size = manager.config.block_size
         self._first = len(sequence.pages)
         self._pages = manager.rooms.arena.allocate(self._length // size - self._first)
         self._page_index = torch.tensor(self._pages, dtype=torch.int64)
@@ -47,7 +38,7 @@ class PrefillRows:
         """As `Step.attend`, for the rows of this sequence."""
         manager, sequence = self._manager, self.sequence
         past = sequence.length
-        both = manager.read_kv(sequence, layer, room=self.num_tokens)
+        both = manager.read_kv(sequence, layer, spare=self.num_tokens)
         both[0, :, past:] = keys.transpose(0, 1)
         both[1, :, past:] = values.transpose(0, 1)
         output = _causal(queries.transpose(0, 1), both[0], both[1], past, scale)
@@ -85,8 +76,9 @@ class PrefillRows:
         manager.lay_out(sequence, self._tails, first=self._first)
 
     def abort(self) -> None:
-        """Give the new pages back."""
+        """Give the new pages and places back."""
         self._manager.rooms.arena.release(self._pages)
+        trim(self._manager, self.sequence)
 
 
 def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float) -> torch.Tensor:

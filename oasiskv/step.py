@@ -10,6 +10,7 @@ import torch
 from .decode import DecodeRows
 from .errors import InputError, StateError
 from .prefill import PrefillRows
+from .room import make_room
 from .sequence import Phase, Sequence
 from .types import MAX_STEP_ROWS
 
@@ -43,10 +44,11 @@ class Step:
         self._decode: DecodeRows | None = None
         self._prefills: list[PrefillRows] = []
         members = [number for number, flag in enumerate(decoding) if flag]
+        dense = make_room(manager, sequences, num_tokens, num_drafts, decoding)
         try:
             for number, flag in enumerate(decoding):
                 if not flag:
-                    rows = PrefillRows(manager, sequences[number], offsets[number], num_tokens[number], sequences)
+                    rows = PrefillRows(manager, sequences[number], offsets[number], num_tokens[number], dense[number])
                     self._prefills.append(rows)
             if members:
                 self._decode = DecodeRows(
@@ -55,7 +57,6 @@ class Step:
                     [num_tokens[number] for number in members],
                     [offsets[number] for number in members],
                     self.certain,
-                    sequences,
                 )
         except BaseException:
             self.abort()

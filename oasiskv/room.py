@@ -1,0 +1,142 @@
+"""Who gets the pool's strips: every sequence of a step what it needs, at the price of turning dense sequences sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .sequence import Phase, Sequence
+
+if TYPE_CHECKING:
+    from .manager import KVManager
+
+_STRIPS_AHEAD = 8
+"""Strips that a growing dense sequence takes at a time, so that a pool without a set size is not copied for every block."""
+
+
+@dataclass
+class _Claim:
+    """What a sequence wants in a step: a strip per block if it is to be dense, the budget if not."""
+
+    sequence: Sequence
+    blocks: int
+    dense: bool
+    decoding: bool
+
+    def strips(self, budget: int) -> int:
+        return self.blocks if self.dense else budget
+
+    def settles(self, budget: int) -> bool:
+        """Whether a working set is chosen now. A prompt does it later, unless its strips are wanted by others at once."""
+        if self.dense or self.sequence.phase is Phase.SPARSE:
+            return False
+        return self.decoding or len(self.sequence.strips) > budget
+
+    def missing(self, budget: int) -> int:
+        """Strips to be taken; below 0 if it gives some back."""
+        held = len(self.sequence.strips)
+        return self.strips(budget) - held if self.dense or self.settles(budget) else max(0, budget - held)
+
+
+def make_room(
+    manager: KVManager, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int], decoding: list[bool]
+) -> list[bool]:
+    """Give every sequence of a step its strips; decoding ones are dense or settled afterwards.
+
+    A dense sequence stays dense while its tokens, not counting drafts, fit `dense_threshold`. If the pool is short, the largest
+    dense sequences turn sparse, in the step or out of it.
+
+    Returns:
+        Which of the sequences are dense in this step.
+
+    Raises:
+        PoolExhausted: with all sequences sparse there would still be too few strips. Nothing has changed then.
+    """
+    config = manager.config
+    size, budget = config.block_size, config.budget_blocks
+    claims = [
+        _Claim(
+            sequence,
+            blocks=-(-(sequence.length + tokens) // size),
+            dense=sequence.phase is Phase.DENSE and sequence.length + tokens - drafts <= config.dense_blocks * size,
+            decoding=decodes,
+        )
+        for sequence, tokens, drafts, decodes in zip(sequences, num_tokens, num_drafts, decoding, strict=True)
+    ]
+    inside = {id(sequence) for sequence in sequences}
+    victims = _victims(manager, claims, 0, inside)
+    if victims:
+        manager.settle(victims)
+    giving = [claim.sequence for claim in claims if claim.settles(budget) and len(claim.sequence.strips) >= budget]
+    if giving:
+        manager.settle(giving)
+    for claim in claims:
+        wanted = claim.strips(budget)
+        if claim.dense and claim.decoding:
+            ahead = min(config.dense_blocks, -(-wanted // _STRIPS_AHEAD) * _STRIPS_AHEAD)
+            held = len(claim.sequence.strips)
+            if wanted > held and config.pool_bytes is None:
+                wanted = max(wanted, ahead)
+        give(manager, claim.sequence, wanted)
+    settling = [claim.sequence for claim in claims if claim.settles(budget)]
+    if settling:
+        manager.settle(settling)
+    return [claim.dense for claim in claims]
+
+
+def _victims(manager: KVManager, claims: list[_Claim], more: int, inside: set[int]) -> list[Sequence]:
+    """Turn claims sparse, and choose dense sequences that are not `inside`, until the pool has room for all claims and `more`
+    strips. Changes claims only."""
+    pool, budget = manager.rooms.pool, manager.config.budget_blocks
+    outside = [
+        sequence
+        for sequence in manager.sequences
+        if id(sequence) not in inside and sequence.phase is Phase.DENSE and len(sequence.strips) > budget
+    ]
+    chosen: list[Sequence] = []
+    while True:
+        freed = sum(len(sequence.strips) - budget for sequence in chosen)
+        count = more + sum(claim.missing(budget) for claim in claims) - freed
+        if pool.can_allocate(count):
+            return chosen
+        dense = [claim for claim in claims if claim.dense and claim.blocks > budget]
+        largest = max(dense, key=lambda claim: claim.blocks, default=None)
+        other = max(outside, key=lambda sequence: len(sequence.strips), default=None)
+        if other is not None and (largest is None or len(other.strips) >= largest.blocks):
+            chosen.append(other)
+            outside.remove(other)
+        elif largest is not None:
+            largest.dense = False
+        else:
+            pool.allocate(count)  # raises, and says how much is needed
+
+
+def give(manager: KVManager, sequence: Sequence, count: int) -> None:
+    """Give a sequence at least `count` strips. Raises `PoolExhausted`."""
+    missing = count - len(sequence.strips)
+    if missing > 0:
+        sequence.strips.extend(_allocate(manager, missing))
+        manager.rooms.sets.set_strips(sequence.row, sequence.strips)
+
+
+def take(manager: KVManager, count: int, keep: Sequence) -> list[int]:
+    """Take strips for a new sequence; dense ones other than `keep` may turn sparse for it. Raises `PoolExhausted`."""
+    victims = _victims(manager, [], count, {id(keep)})
+    if victims:
+        manager.settle(victims)
+    return _allocate(manager, count)
+
+
+def _allocate(manager: KVManager, count: int) -> list[int]:
+    if count > manager.rooms.pool.free_strips:
+        manager.drain()  # growing replaces the tensors that background work writes to
+    return manager.rooms.pool.allocate(count)
+
+
+def trim(manager: KVManager, sequence: Sequence) -> None:
+    """Take back the strips of a dense sequence that hold none of its blocks."""
+    needed = -(-sequence.length // manager.config.block_size)
+    if sequence.phase is Phase.DENSE and len(sequence.strips) > needed:
+        manager.rooms.pool.release(sequence.strips[needed:])
+        sequence.strips = sequence.strips[:needed]
+        manager.rooms.sets.set_strips(sequence.row, sequence.strips)
