@@ -86,13 +86,13 @@ def make_room(
 
 def _victims(manager: KVManager, claims: list[_Claim], more: int, inside: set[int]) -> list[Sequence]:
     """Turn claims sparse, and choose dense sequences that are not `inside`, until the pool has room for all claims and `more`
-    strips. Changes claims only."""
+    strips. Besides the claims only idle strips change hands."""
     pool, budget = manager.rooms.pool, manager.config.budget_blocks
-    outside = [
-        sequence
-        for sequence in manager.sequences
-        if id(sequence) not in inside and sequence.phase is Phase.DENSE and len(sequence.strips) > budget
-    ]
+    others = [sequence for sequence in manager.sequences if id(sequence) not in inside]
+    if not pool.can_allocate(more + sum(claim.missing(budget) for claim in claims)):
+        for sequence in others:
+            trim(manager, sequence)
+    outside = [sequence for sequence in others if sequence.phase is Phase.DENSE and len(sequence.strips) > budget]
     chosen: list[Sequence] = []
     while True:
         freed = sum(len(sequence.strips) - budget for sequence in chosen)

@@ -71,12 +71,14 @@ class InlineScheduler(TransferScheduler):
     """Runs work at once, in the caller's thread: no threads, no waiting, the same result."""
 
     def __init__(self) -> None:
+        self._last: dict[int, WorkTicket] = {}
         self._closed = False
 
     def submit(self, work: LayerWork) -> Ticket:
         if self._closed:
             raise StateError("the transfer scheduler is closed; create a new manager")
-        ticket = WorkTicket(work)
+        ticket = WorkTicket(work, self._last.get(work.layer))
+        self._last[work.layer] = ticket
         ticket.run()
         return ticket
 

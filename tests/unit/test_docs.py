@@ -1,4 +1,4 @@
-"""The documentation runs, links to what exists, and names every setting, error, statistic and module."""
+"""The documentation runs, links to what exists, and names every setting, error, statistic, module and method of a contract."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from oasiskv import OasisConfig, Stats, abc, errors
+from oasiskv.testing import kits
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -149,12 +150,27 @@ def test_every_module_has_its_line() -> None:
     assert documented - names == set(), "lines in architecture.md about modules that are not there"
 
 
-def test_every_method_that_a_plugin_implements_is_documented() -> None:
+CONTRACTS = (abc.KeySummary, abc.Predictor, abc.QueryProjection, abc.LayerWork, abc.Ticket, abc.TransferScheduler)
+
+
+@pytest.mark.parametrize("kind", CONTRACTS, ids=lambda kind: kind.__name__)
+def test_every_member_of_a_contract_is_documented(kind: type) -> None:
     page = read("plugins.md")
-    for kind in (abc.KeySummary, abc.Predictor):
-        for method in vars(kind):
-            if not method.startswith("_"):
-                assert f"`{method}" in page, f"plugins.md does not say what {kind.__name__}.{method} is for"
+    for member in {**vars(kind), **kind.__annotations__}:
+        if not member.startswith("_"):
+            assert re.search(rf"`{member}\b", page), f"plugins.md does not say what {kind.__name__}.{member} is for"
+
+
+def test_every_conformance_kit_is_documented() -> None:
+    for name, kit in vars(kits).items():
+        if name.endswith("Tests"):
+            assert f"`{kit.__name__}`" in read("plugins.md"), f"plugins.md does not say what {name} is for"
+
+
+def test_every_decision_has_its_four_headings() -> None:
+    for page in (DOCS / "adr").glob("[0-9]*.md"):
+        headings = re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert headings == ["Problem", "Decision", "What follows", "Not chosen"], page.name
 
 
 def test_decisions_are_numbered_and_listed() -> None:
