@@ -42,7 +42,7 @@ class OasisConfig:
     swap_margin: float = 0.002
     dense_threshold: int | None = None
     summary: str = "transform"
-    predictor: str = "lookahead"
+    predictor: str = "layer-ahead"
     on_late: Literal["wait", "skip"] = "wait"
     workers: int = 1
     pool_bytes: int | None = None

@@ -1,3 +1,4 @@
+from oasiskv.predictors.layer_ahead import LayerAhead
 from oasiskv.predictors.lookahead import Lookahead
 from oasiskv.predictors.oracle import Oracle
 from oasiskv.predictors.previous import Previous
@@ -17,3 +18,8 @@ class TestLookahead(PredictorTests):
 class TestOracle(PredictorTests):
     def plugin(self):
         return Oracle
+
+
+class TestLayerAhead(PredictorTests):
+    def plugin(self):
+        return LayerAhead

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from oasiskv import KVManager, Phase
+from oasiskv import KVManager
 from oasiskv.errors import CapacityError
 
 from ..unit.driver import PAGE_BYTES, SHAPE, STRIP_BYTES, Driver, Part, close_to, tiny
@@ -58,12 +58,11 @@ class ManagerMachine(RuleBasedStateMachine):
         return [Part(sequence, *sizes) for sequence, sizes in chosen.items()]
 
     def run(self, *plan):
-        """A whole step, or none at all when the room does not suffice. What is dense must attend to everything."""
+        """A whole step, or none at all when the room does not suffice. What fits the budget must attend to everything."""
         for part in plan:
             part.rows = self.driver.draw(part.tokens)
-        within = [
-            p.sequence.length + p.tokens <= self.manager.config.budget_tokens and p.sequence.phase is Phase.DENSE for p in plan
-        ]
+        budget = self.manager.config.budget_tokens
+        within = [part.sequence.length + part.tokens <= budget for part in plan]
         expected = [self.driver.full(p.sequence, p.rows) if full else None for p, full in zip(plan, within, strict=True)]
         try:
             outputs = self.driver.run(*plan)
