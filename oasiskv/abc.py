@@ -130,7 +130,7 @@ class Predictor(ABC):
     """True: `guess` is called for layers whose residual stream is hinted, and chooses their working sets for the same step."""
 
     def bind(self, projection: QueryProjection | None) -> None:  # noqa: B027 - optional hook
-        """Learn how the host's model makes queries; `None` takes that back. Not while a step is open."""
+        """Learn how the host's model makes queries; `None` takes that back: no hints will come."""
 
     def guess(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Queries that `layer` is expected to have in this step, after rotary embedding. Called on a background lane.

@@ -190,7 +190,7 @@ class KVManager:
 
         Raises:
             InputError: lengths that do not fit, no tokens, more drafts than tokens less one.
-            PoolExhausted, ArenaExhausted: before a token is taken; other sequences may have turned sparse to make room.
+            PoolExhausted, ArenaExhausted: before a token is taken; sequences may have turned sparse to make room for others.
             StateError: another step is open.
         """
         self._check_open()

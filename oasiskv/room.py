@@ -120,8 +120,11 @@ def give(manager: KVManager, sequence: Sequence, count: int) -> None:
 
 
 def take(manager: KVManager, count: int, keep: Sequence) -> list[int]:
-    """Take strips for a new sequence; dense ones other than `keep` may turn sparse for it. Raises `PoolExhausted`."""
-    victims = _victims(manager, [], count, {id(keep)})
+    """Take strips for a new sequence; dense ones other than `keep`, and than those of an open step, may turn sparse for it.
+    Raises `PoolExhausted`."""
+    step = manager.open_step
+    busy = step.sequences if step is not None else []
+    victims = _victims(manager, [], count, {id(sequence) for sequence in (keep, *busy)})
     if victims:
         manager.settle(victims)
     return _allocate(manager, count)

@@ -171,15 +171,15 @@ class Step:
         self._finish()
         counters = self.manager.rooms.counters
         counters.add(steps=1)
-        if self._decode is not None:
-            counters.add(decoded_tokens=sum(by_sequence[id(s)] for s in self._decode.sequences))
-            self._decode.commit()
         for prefill in self._prefills:
             prefill.commit()
             counters.add(prefilled_tokens=prefill.num_tokens)
             dropped = prefill.num_tokens - by_sequence[id(prefill.sequence)]
             if dropped:
                 self.manager.crop(prefill.sequence, prefill.sequence.length - dropped)
+        if self._decode is not None:  # last, since it starts background work
+            counters.add(decoded_tokens=sum(by_sequence[id(s)] for s in self._decode.sequences))
+            self._decode.commit()
 
     def abort(self) -> None:
         """Forget the step: the sequences are as they were before it. Idempotent, also after `commit`."""

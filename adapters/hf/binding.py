@@ -50,7 +50,7 @@ class Binding:
             model.set_attn_implementation(attention.NAME)
             self._hooks = [
                 model.register_forward_pre_hook(_before, with_kwargs=True),
-                model.register_forward_hook(_after, with_kwargs=True),
+                model.register_forward_hook(_after, with_kwargs=True, always_call=True),
             ]
         self._users += 1
 
@@ -100,7 +100,8 @@ def _before(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[s
         cache.before_forward(model)
 
 
-def _after(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[str, Any], _: object) -> None:
-    """Refuse the output of a forward in which some full-attention layer did not reach the cache."""
-    for _name, cache in _caches(arguments, keywords):
-        cache.after_forward(model)
+def _after(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
+    """Refuse the output of a forward in which some full-attention layer did not reach the cache. Called after errors as well,
+    without an output."""
+    for _, cache in _caches(arguments, keywords):
+        cache.after_forward(model, output is not None)

@@ -114,10 +114,12 @@ class OasisCache(Cache):
         self._running: list[Sequence] = []
         self._select: torch.Tensor | None = None
         self._torn = False
-        self._in_forward = False
+        self._in_forward, self._begun = False, False
+        self._early_hints: list[tuple[int, torch.Tensor]] = []
         self._served = 0
         self._model = weakref.ref(model)
-        self._stream = ResidualStream(model, full, projection) if self.manager.rooms.predictor.uses_hints else None
+        wanted = self.manager.rooms.predictor.uses_hints
+        self._stream = ResidualStream(model, full, projection, self._show) if projection and wanted else None
         self._close = weakref.finalize(self, _close, self.manager, Binding.of(model), self._stream)
         Binding.of(model).attach()
 
@@ -155,13 +157,14 @@ class OasisCache(Cache):
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
         self._finish_forward()
-        self._in_forward = True
+        self._in_forward, self._begun = True, False
+        self._early_hints.clear()
         self._served = 0
 
-    def after_forward(self, model: PreTrainedModel) -> None:
+    def after_forward(self, model: PreTrainedModel, completed: bool) -> None:
         """Called after every forward that got this cache. Raises `StateError` unless each full-attention layer was served."""
         self._in_forward = False
-        if self._served != self.shape.num_layers:
+        if completed and self._served != self.shape.num_layers:
             raise StateError(
                 f"{self._served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
                 "OasisCache; the model changes the keys between cache and attention, and the output is not to be trusted"
@@ -204,8 +207,7 @@ class OasisCache(Cache):
             if layer == 0:
                 self._begin(query.shape[0], query.shape[2], mask)
             step = self._step()
-            if self._stream is not None:
-                self._show_residual_stream(step, layer, query)
+            self._check_projection(layer, query)
             output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale)
             self._served += 1
             if step.complete:
@@ -218,17 +220,22 @@ class OasisCache(Cache):
             raise
         return self._unpack(output, query)
 
-    def _show_residual_stream(self, step: Step, layer: int, query: torch.Tensor) -> None:
-        assert self._stream is not None
-        if not self._stream.checked:
-            position = self._running[-1].length + query.shape[2] - 1 if self._select is None else None
-            if position is not None and not self._stream.check(layer, query[-1, :, -1], position, self.shape):
-                self.manager.rooms.predictor.bind(None)
-                self._stream.detach()
-                self._stream = None
+    def _check_projection(self, layer: int, query: torch.Tensor) -> None:
+        """In the first forward, compare a projected query with the real one; go without hints if they differ."""
+        if self._stream is None or self._stream.checked or self._select is not None:
             return
-        for target, hidden in self._stream.take():
-            step.hint(target, self._pack(hidden[:, None])[:, 0])
+        position = self._running[-1].length + query.shape[2] - 1
+        if not self._stream.check(layer, query[-1, :, -1], position, self.shape):
+            self.manager.rooms.predictor.bind(None)
+            self._stream.detach()
+            self._stream = None
+
+    def _show(self, target: int, hidden: torch.Tensor) -> None:
+        """Hint at a layer with a residual stream `(batch, rows, hidden_size)`; before the step has begun it waits for it."""
+        if self._begun:
+            self._step().hint(target, self._pack(hidden[:, None])[:, 0])
+        elif self._in_forward:
+            self._early_hints.append((target, hidden))
 
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
         self._finish_forward()
@@ -245,6 +252,9 @@ class OasisCache(Cache):
         tokens = [count for _, count in running]
         drafts = [count - 1 for count in tokens] if self.recording and self.columns else None
         self.manager.begin_step(self._running, tokens, drafts)
+        self._begun = True
+        for target, hidden in self._early_hints:
+            self._show(target, hidden)
 
     def _unpadded(self, mask: torch.Tensor, rows: int) -> list[int]:
         """Rows of each sequence in this forward that are no padding. Padding must come first."""
@@ -370,7 +380,10 @@ class OasisCache(Cache):
             self.manager.free(sequence)
         self._sequences, self._running = [], []
         self.columns = 0
-        self._torn = False
+        self._torn, self._in_forward = False, False
+        for layer in self.layers:
+            if isinstance(layer, OasisLayer):
+                layer.record_past = False
         self._renew_stock_layers()
 
     def _renew_stock_layers(self) -> None:
@@ -390,6 +403,7 @@ class OasisCache(Cache):
 
     def close(self) -> None:
         """Give all memory back and put the model's attention implementation back. Idempotent."""
+        self._in_forward = False
         self._close()
 
     def __enter__(self) -> OasisCache:

@@ -65,16 +65,22 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 class ResidualStream:
-    """What enters the decoder layers, kept by forward pre-hooks until the cache shows it to a step."""
+    """Shows what enters the decoder layers, by forward pre-hooks: `show(number, hidden)` for each full-attention layer, some
+    layers ahead of it."""
 
-    def __init__(self, model: PreTrainedModel, full: list[int], projection: HFProjection | None) -> None:
-        assert projection is not None
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        full: list[int],
+        projection: HFProjection,
+        show: Callable[[int, torch.Tensor], None],
+    ) -> None:
         self.checked = False
         self._projection = projection
         self._full = full
+        self._show = weakref.WeakMethod(show)
         self._targets = {index - LAYERS_AHEAD: number for number, index in enumerate(full) if index >= LAYERS_AHEAD}
         self._seen: dict[int, torch.Tensor] = {}
-        self._waiting: list[tuple[int, torch.Tensor]] = []
         reference = weakref.ref(self)
         self._handles = [
             layer.register_forward_pre_hook(_hook(reference, index), with_kwargs=True)
@@ -83,24 +89,22 @@ class ResidualStream:
 
     def see(self, index: int, hidden: torch.Tensor) -> None:
         """`(batch, rows, hidden_size)` enters decoder layer `index`."""
-        if index == 0:
-            self._waiting.clear()
+        show = self._show()
         if not self.checked:
             self._seen[index] = hidden[-1, -1]
-        elif index in self._targets and hidden.shape[1] <= MAX_STEP_ROWS:
-            self._waiting.append((self._targets[index], hidden))
-
-    def take(self) -> list[tuple[int, torch.Tensor]]:
-        """The layers to hint at, and the residual streams for them, since the last call."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        elif index in self._targets and hidden.shape[1] <= MAX_STEP_ROWS and show is not None:
+            show(self._targets[index], hidden)
 
     def check(self, layer: int, queries: torch.Tensor, position: int, shape: ModelShape) -> bool:
         """Whether the projection gives the queries `(query_heads, head_dim)` that full-attention layer `layer` really made."""
         hidden = self._seen.pop(self._full[layer], None)
         if hidden is None or shape.rotary is None:
             return False
-        guessed = shape.rotary.rotate(self._projection.project(layer, hidden), torch.tensor(position, device=hidden.device))
+        try:
+            raw = self._projection.project(layer, hidden)
+        except RuntimeError:  # shapes that do not fit: this model's projection does more than we know
+            return False
+        guessed = shape.rotary.rotate(raw, torch.tensor(position, device=hidden.device))
         self.checked = layer == shape.num_layers - 1
         difference = (guessed - queries.float()).norm()
         return bool(difference <= TOLERANCE * queries.float().norm())

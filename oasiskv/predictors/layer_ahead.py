@@ -26,7 +26,7 @@ class LayerAhead(Lookahead):
         super().__init__(shape, config)
         self._projection: QueryProjection | None = None
         self._errors: list[torch.Tensor] = []
-        self._guessed: dict[int, torch.Tensor] = {}
+        self._guessed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def bind(self, projection: QueryProjection | None) -> None:
         self.uses_hints = False
@@ -38,17 +38,20 @@ class LayerAhead(Lookahead):
         assert self._projection is not None
         assert self.shape.rotary is not None
         raw = self._projection.project(layer, hidden).float()
-        self._guessed[layer] = raw[:, :1]
+        self._guessed[layer] = (raw[:, :1], positions[:, :1])
         return self.shape.rotary.rotate(raw + self._errors[layer][rows][:, None], positions)
 
     def learn(self, layer: int, queries: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
-        guessed = self._guessed.pop(layer, None)
-        if guessed is None or self.shape.rotary is None:
-            return
         # Only the first row is certain to be part of the text.
-        true = self.shape.rotary.rotate(queries[:, :1], positions[:, :1], inverse=True)
-        errors = self._errors[layer]
-        errors[rows] = KEEP * errors[rows] + (1 - KEEP) * (true - guessed)[:, 0]
+        queries, positions = queries[:, :1], positions[:, :1]
+        guessed, guessed_positions = self._guessed.pop(layer, (queries, positions[:0]))
+        # A late guess may come in after its step; it teaches nothing about another one.
+        if self.shape.rotary is None or guessed_positions.shape != positions.shape:
+            return
+        true = self.shape.rotary.rotate(queries, positions, inverse=True)
+        before = self._errors[layer][rows]
+        after = KEEP * before + (1 - KEEP) * (true - guessed)[:, 0]
+        self._errors[layer][rows] = torch.where((guessed_positions == positions)[..., None], after, before)
 
     def reserve_rows(self, count: int) -> None:
         size = (count, self.shape.query_heads, self.shape.head_dim)

@@ -116,3 +116,57 @@ def test_the_report_reads_well():
         report = str(cache.stats())
     for word in ("sequences", "device", "full KV", "arena", "hit rate", "coverage", "moved", "late"):
         assert word in report
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_the_residual_stream_is_shown_and_the_hooks_go(family):
+    model = tiny(family)
+    hinted = []
+    with OasisCache.for_model(model, NARROW) as cache:
+        assert cache.manager.rooms.predictor.uses_hints
+        predictor = cache.manager.rooms.predictor
+        guess = predictor.guess
+        predictor.guess = lambda layer, *rest: hinted.append(layer) or guess(layer, *rest)
+        model.generate(prompt(2, 250), **{cache.keyword: cache}, **GREEDY)
+        ahead = [number for number, index in enumerate(cache._stream._full) if index >= 2]
+    assert set(hinted) == set(ahead)
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_a_guess_without_distance_is_the_query_itself(monkeypatch):
+    """What the first forward checks, checked for every layer and row."""
+    from oasiskv.adapters.hf.projection import HFProjection
+
+    model = tiny("qwen3")
+    ids = prompt(1, 40)
+    with OasisCache.for_model(model, NARROW) as cache:
+        rotary, seen, real = cache.shape.rotary, {}, {}
+        projection = HFProjection.of(model, [0, 1], cache.shape)
+        for index, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(lambda _, args, index=index: seen.__setitem__(index, args[0]))
+        attend = cache.attend
+
+        def watched(layer, query, *rest):
+            real[layer] = query
+            return attend(layer, query, *rest)
+
+        monkeypatch.setattr(cache, "attend", watched)
+        model(ids, **{cache.keyword: cache})
+        for layer in range(2):
+            guessed = rotary.rotate(projection.project(layer, seen[layer])[0], torch.arange(40))
+            torch.testing.assert_close(guessed.transpose(0, 1), real[layer][0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_makes_its_queries_in_another_way_goes_without_hints(monkeypatch):
+    model, ids = tiny("llama"), prompt(1, 250)
+    projection = model.model.layers[1].self_attn.q_proj
+    forward = projection.forward
+    # The third call in the first forward is the check's own: the model and the check see different projections.
+    calls = iter(range(1000))
+    monkeypatch.setattr(projection, "forward", lambda x: forward(x) * (1 if next(calls) % 2 == 0 else 2))
+    with OasisCache.for_model(model, NARROW) as cache:
+        model(ids[:, :200], **{cache.keyword: cache})
+        assert not cache.manager.rooms.predictor.uses_hints
+        monkeypatch.undo()
+        model.generate(ids, **{cache.keyword: cache}, **GREEDY)
+        cache.manager.check_integrity()
