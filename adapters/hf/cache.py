@@ -232,9 +232,11 @@ class OasisCache(Cache):
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         """Hint at a layer with a residual stream `(batch, rows, hidden_size)`; before the step has begun it waits for it."""
+        if not self._in_forward:  # the model runs with another cache
+            return
         if self._begun:
             self._step().hint(target, self._pack(hidden[:, None])[:, 0])
-        elif self._in_forward:
+        else:
             self._early_hints.append((target, hidden))
 
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from oasiskv import KVManager
+from oasiskv import KVManager, Phase
 from oasiskv.errors import CapacityError
 
 from ..unit.driver import PAGE_BYTES, SHAPE, STRIP_BYTES, Driver, Part, close_to, tiny
+
+pytestmark = pytest.mark.timeout(600)  # finding takes seconds; making the finding short may take minutes
 
 MOST_SEQUENCES = 4
 MOST_TOKENS = 150
@@ -58,11 +61,18 @@ class ManagerMachine(RuleBasedStateMachine):
         return [Part(sequence, *sizes) for sequence, sizes in chosen.items()]
 
     def run(self, *plan):
-        """A whole step, or none at all when the room does not suffice. What fits the budget must attend to everything."""
+        """A whole step, or none at all when the room does not suffice.
+
+        What fits the budget must attend to everything, unless drafts made it turn sparse in a pool without room for them.
+        """
         for part in plan:
             part.rows = self.driver.draw(part.tokens)
-        budget = self.manager.config.budget_tokens
-        within = [part.sequence.length + part.tokens <= budget for part in plan]
+        config = self.manager.config
+        within = [
+            part.sequence.length + part.tokens <= config.budget_tokens
+            and (config.pool_bytes is None or part.sequence.phase is Phase.DENSE)
+            for part in plan
+        ]
         expected = [self.driver.full(p.sequence, p.rows) if full else None for p, full in zip(plan, within, strict=True)]
         try:
             outputs = self.driver.run(*plan)
@@ -120,6 +130,33 @@ class ManagerMachine(RuleBasedStateMachine):
         for layer in range(layers):
             assert self.driver.attend(step, layer, *plan).isfinite().all()
         step.abort()
+
+    @precondition(lambda self: 1 < len(self.manager.sequences) < MOST_SEQUENCES)
+    @rule(drawn=parts, act=st.sampled_from(["create", "fork", "crop", "free", "read"]), number=who)
+    def change_others_in_the_middle_of_a_step(self, drawn, act, number):
+        plan = self.plan(drawn[:1])
+        others = [sequence for sequence in self.manager.sequences if sequence is not plan[0].sequence]
+        other = others[number % len(others)]
+        try:
+            step = self.driver.begin(*plan)
+            assert self.driver.attend(step, 0, *plan).isfinite().all()
+            with contextlib.suppress(CapacityError):
+                if act == "create":
+                    self.driver.create()
+                elif act == "crop":
+                    self.driver.crop(other, other.length // 2)
+                elif act == "read":
+                    self.manager.full_kv(other, 1)
+                else:
+                    getattr(self.driver, act)(other)
+            for layer in range(1, SHAPE.num_layers):
+                assert self.driver.attend(step, layer, *plan).isfinite().all()
+            step.commit([plan[0].kept])
+        except CapacityError:
+            if self.manager.open_step:
+                self.manager.open_step.abort()
+        else:
+            self.driver.remember(*plan)
 
     @precondition(lambda self: self.manager.sequences)
     @rule(number=who, share=st.sampled_from([0.0, 0.1, 0.4, 0.6, 0.75, 0.9, 0.95]))

@@ -7,7 +7,7 @@ import pytest
 from oasiskv import Phase
 from oasiskv.errors import PoolExhausted
 
-from .driver import Part
+from .driver import Part, close_to
 from .test_manager_capacity import expect_full, make
 
 
@@ -103,4 +103,20 @@ def test_room_for_one_that_turns_sparse_beside_a_prompt_that_would_stay_dense():
         driver.run(Part(turning, 16, 15, 1), Part(fresh, 44))
     driver.check()
     driver.run(Part(turning, 1))
+    driver.check()
+
+
+def test_forking_in_the_middle_of_a_step_takes_nothing_from_its_sequences():
+    driver = make(strips=30, dense_threshold=100)
+    stepping, small = driver.create(80), driver.create(32)
+    part = Part(stepping, 1, rows=driver.draw(1))
+    expected = driver.full(stepping, part.rows)
+    step = driver.begin(part)
+    first = driver.attend(step, 0, part)
+    with contextlib.suppress(PoolExhausted):
+        driver.fork(small)
+    close_to(first, expected[0])
+    close_to(driver.attend(step, 1, part), expected[1])
+    step.commit()
+    driver.remember(part)
     driver.check()

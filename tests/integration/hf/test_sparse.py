@@ -170,3 +170,16 @@ def test_a_model_that_makes_its_queries_in_another_way_goes_without_hints(monkey
         monkeypatch.undo()
         model.generate(ids, **{cache.keyword: cache}, **GREEDY)
         cache.manager.check_integrity()
+
+
+def test_caches_of_one_model_take_turns():
+    model, ids = tiny("llama"), prompt(1, 250)
+    alone = []
+    with OasisCache.for_model(model, NARROW) as cache:
+        alone = [model(part, **{cache.keyword: cache}).logits for part in ids.split([240, *[1] * 10], dim=1)]
+    dense = DynamicCache(config=model.config)
+    with OasisCache.for_model(model, NARROW) as first, OasisCache.for_model(model, NARROW) as second:
+        for part, expected in zip(ids.split([240, *[1] * 10], dim=1), alone, strict=True):
+            for held in (first, dense, second):
+                logits = model(part, **{first.keyword: held}).logits
+                assert held is dense or torch.equal(logits, expected)
