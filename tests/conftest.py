@@ -13,8 +13,3 @@ def _quiet_and_repeatable():
     torch.manual_seed(0)
     with torch.no_grad():
         yield
-
-
-def devices() -> list[str]:
-    """The CPU, and a GPU where there is one."""
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

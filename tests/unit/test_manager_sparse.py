@@ -203,3 +203,46 @@ def test_correction_reads_the_block_that_the_query_misses_most():
         assert len(sure) >= 3
         for own in sure:
             close_to(output[own], expected[own])
+
+
+def test_the_margin_holds_for_correction_too():
+    with KVManager(SHAPE, tiny(correction_blocks=2, max_new_blocks=0, swap_margin=0.9)) as manager:
+        driver = Driver(manager)
+        sequence = driver.create(80)
+        for _ in range(6):
+            driver.decode(sequence)
+        assert manager.stats().corrected_blocks == 0
+
+
+def test_rejected_drafts_of_the_dense_phase_have_no_say_in_the_first_working_set():
+    chosen = []
+    for noise in (0, 1):
+        with KVManager(SHAPE, tiny()) as manager:
+            driver = Driver(manager)
+            sequence = driver.create(34)
+            for _ in range(6):
+                rows = driver.draw(3)
+                rows.queries[:, 1:] *= 1 + 9 * noise
+                rows.queries[:, 1:] += 5 * noise
+                driver.run(Part(sequence, 3, 2, 1, rows))
+            seen, hook = watch(driver, sequence)
+            driver.decode(sequence, before=hook)
+            chosen.append(seen)
+            assert sequence.phase is Phase.SPARSE
+    assert chosen[0] == chosen[1]
+
+
+def test_the_first_working_set_is_chosen_with_the_scale_of_the_host(monkeypatch):
+    with KVManager(SHAPE, tiny()) as manager:
+        driver = Driver(manager)
+        sequence = driver.create()
+        part = Part(sequence, 60, rows=driver.draw(60))
+        step = driver.begin(part)
+        for layer in range(2):
+            step.attend(layer, *(kind[layer] for kind in part.rows), scale=0.7 + layer)
+        step.commit()
+        scales, score = [], manager.rooms.summary.score
+        monkeypatch.setattr(manager.rooms.summary, "score", lambda *given: scales.append(given[-1]) or score(*given))
+        step = driver.begin(Part(sequence, 1))
+        assert scales == [0.7, 1.7]
+        step.abort()

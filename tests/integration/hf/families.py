@@ -1,8 +1,13 @@
 """Tiny random models of the families that the adapter is tested with."""
 
+import os
+
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+DEVICE = torch.device(os.environ.get("OASISKV_TEST_DEVICE", "cpu"))
+"""Where the adapter's tests run."""
 
 COMMON = {
     "vocab_size": 211,
@@ -54,7 +59,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "embed" not in name:
             parameter.data.mul_(4)
-    return model.to(dtype).eval()
+    return model.to(DEVICE, dtype).eval()
 
 
 def prompt(batch: int, length: int, seed: int = 3) -> torch.Tensor:
@@ -63,4 +68,4 @@ def prompt(batch: int, length: int, seed: int = 3) -> torch.Tensor:
     phrase = torch.randint(3, 211, (batch, 24), generator=generator)
     noise = torch.randint(3, 211, (batch, length), generator=generator)
     ids = phrase.repeat(1, length // 24 + 1)[:, :length]
-    return torch.where(torch.rand((batch, length), generator=generator) < 0.15, noise, ids)
+    return torch.where(torch.rand((batch, length), generator=generator) < 0.15, noise, ids).to(DEVICE)
