@@ -136,6 +136,7 @@ class Session:
 
         `draft` is `None`, "prompt-lookup", or the name of a small model with the same tokenizer.
         """
+        transformers.utils.logging.disable_progress_bar()
         model = _load_model(name, dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(_locate(name))
         speculation: dict[str, Any] = {}

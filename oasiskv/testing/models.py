@@ -55,7 +55,9 @@ def smollm2_directory() -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     # A model that was loaded from GGUF refuses save_pretrained, so the weights move into a plain one.
     settings = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
