@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -252,7 +253,9 @@ class Session:
 
 def _locate(name: str) -> str:
     if name != "smollm2":
-        return name
+        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise InputError(f"the model directory {name} does not exist; give a directory, a hub name, or 'smollm2'")
+        return str(Path(name).expanduser()) if name.startswith("~") else name
     from oasiskv.testing.models import smollm2_directory
 
     return str(smollm2_directory())
