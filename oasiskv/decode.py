@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import ops
+from . import layout, ops
 from .refresh import Anticipation, LayerIndex, Refresh, SparseRows
 from .room import trim
 from .sequence import Phase, Sequence
+from .settling import reserve_summaries
 from .types import EMPTY
 from .working_set import place_of, window_start
 
@@ -99,7 +100,7 @@ class DecodeRows:
         self._dense_rows = self._rows
         if not members:
             return
-        self._sparse = self._manager.sparse_rows([self.sequences[number] for number in members])
+        self._sparse = layout.sparse_rows(self._rooms, [self.sequences[number] for number in members])
         dense = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.DENSE]
         self._dense_rows = self._rows[dense]
         self._dense_members = torch.tensor(dense, dtype=torch.int64, device=device)
@@ -116,7 +117,7 @@ class DecodeRows:
             for sequence, tokens in zip(self.sequences, accepted, strict=True)
         ]
         pages = arena.allocate(sum(counts))
-        self._manager.reserve_summaries(pages if self._rooms.summary.fitted else [])
+        reserve_summaries(self._manager, pages if self._rooms.summary.fitted else [])
         taken, start = [], 0
         for count in counts:
             taken.append(pages[start : start + count])
@@ -125,7 +126,7 @@ class DecodeRows:
 
     def _plan_sealing(self, accepted: list[int]) -> None:
         """Slots of the blocks that seal with this step, and their pages; `accepted[i]` rows of each sequence stay."""
-        config, manager = self._rooms.config, self._manager
+        config = self._rooms.config
         strips: list[int] = []
         pages: list[int] = []
         self._summarised_pages: list[int] = []
@@ -140,8 +141,8 @@ class DecodeRows:
                     summarised_strips.append(strip)
                     self._summarised_pages.append(page)
         self._seal_count = len(pages)
-        self._seal_source, self._seal_target = manager.slots(strips), manager.slots(pages)
-        self._summary_source = manager.slots(summarised_strips)
+        self._seal_source, self._seal_target = layout.slots(self._rooms, strips), layout.slots(self._rooms, pages)
+        self._summary_source = layout.slots(self._rooms, summarised_strips)
         self._summary_pages = torch.tensor(self._summarised_pages, dtype=torch.int64, device=self._rooms.shape.device)
 
         kept = torch.tensor(accepted, device=self._rooms.shape.device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import IntegrityError
+from .layout import slots, sparse_rows
 from .sequence import Phase, Sequence
 from .working_set import place_of, window_start
 
@@ -91,13 +92,13 @@ def _check_residents(manager: KVManager, sequence: Sequence) -> None:
         blocks = [*range(config.sink_blocks), *range(window_start(config, sequence.length), sealed)]
     dense = sequence.phase is Phase.DENSE
     places = [block if block < config.sink_blocks else place_of(config, block, dense) for block in blocks]
-    pool_slots = manager.slots([sequence.strips[place] for place in places]).flatten()
-    arena_slots = manager.slots([sequence.pages[block] for block in blocks]).flatten()
+    pool_slots = slots(rooms, [sequence.strips[place] for place in places]).flatten()
+    arena_slots = slots(rooms, [sequence.pages[block] for block in blocks]).flatten()
     for layer, pool in enumerate(rooms.pool.layers):
         arena = rooms.arena.layers[layer]
         here, there = pool_slots, arena_slots
         if sequence.phase is Phase.SPARSE:
-            sparse = manager.sparse_rows([sequence])
+            sparse = sparse_rows(rooms, [sequence])
             selected = rooms.sets.selected[layer][sparse.rows]
             place = torch.arange(selected.shape[2], device=selected.device).expand_as(selected)
             listed = selected >= 0

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
-from . import ops, registry, room
-from .abc import KeySample, KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
+from . import layout, ops, registry, room
+from .abc import KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
 from .arena import Arena
 from .config import OasisConfig
 from .errors import InputError, OasisError, StateError
 from .integrity import check_integrity
 from .metrics import Counters, Stats
 from .pool import Pool
-from .refresh import LayerIndex, Rooms, SparseRows
+from .refresh import Rooms
 from .scheduler import InlineScheduler, ThreadScheduler
 from .sequence import Phase, Sequence
 from .step import Step
-from .types import EMPTY, ModelShape
-from .working_set import RECENT_ROWS, WorkingSets, place_of, window_start
-
-_STAGED_BLOCKS = 512
-"""Blocks of one layer that are staged on the device at a time on their way from the arena."""
-
-_REFIT_GROWTH = 1.5
-"""A summary is fitted again for sequences longer than this many times those it was fitted on."""
-
+from .types import ModelShape
+from .working_set import WorkingSets, window_start
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -86,7 +79,7 @@ class KVManager:
         self.scheduler = scheduler or (ThreadScheduler(config.workers) if config.workers else InlineScheduler())
         self.tickets: list[Ticket | None] = [None] * shape.num_layers
         self.step_number = 0
-        self._fitted_length: int | None = None
+        self.fitted_length: int | None = None
         self._sequences: dict[int, Sequence] = {}
         self._free_rows: list[int] = []
         self._open: Step | None = None
@@ -145,7 +138,7 @@ class KVManager:
         rooms.sets.copy_row(sequence.row, child.row)
         rooms.predictor.copy_row(sequence.row, child.row)
         rooms.sets.set_strips(child.row, strips)
-        source, target = self.slots(sequence.strips), self.slots(strips)
+        source, target = layout.slots(self.rooms, sequence.strips), layout.slots(self.rooms, strips)
         for pool in rooms.pool.layers:
             ops.copy_blocks(pool, pool, source, target)
         return child
@@ -160,7 +153,7 @@ class KVManager:
             return
         self.drain()
         size = self.config.block_size
-        tail = [self.read_tail(sequence, layer, length) for layer in range(self.shape.num_layers)]
+        tail = [layout.read_tail(self.rooms, sequence, layer, length) for layer in range(self.shape.num_layers)]
         sealed = length // size
         self.rooms.arena.release(sequence.pages[sealed:])
         sequence.pages = sequence.pages[:sealed]
@@ -172,7 +165,7 @@ class KVManager:
             sequence.phase = Phase.DENSE
         self.rooms.sets.trim_selected(sequence.row, window_start(self.config, length))
         room.trim(self, sequence)
-        self.lay_out(sequence, tail)
+        layout.lay_out(self.rooms, sequence, tail)
 
     # Steps
 
@@ -224,191 +217,14 @@ class KVManager:
         """The step that is neither committed nor aborted."""
         return self._open
 
-    # The device, used by steps
-
-    def become_unsettled(self, sequence: Sequence) -> None:
-        """Change the phase and trim the strips to the budget; the caller lays the sequence out anew."""
-        budget = self.config.budget_blocks
-        self.rooms.pool.release(sequence.strips[budget:])
-        sequence.strips = sequence.strips[:budget]
-        self.rooms.sets.set_strips(sequence.row, sequence.strips)
-        self.rooms.sets.clear_selected(sequence.row)
-        sequence.phase = Phase.UNSETTLED
-
-    def settle(self, sequences: list[Sequence]) -> None:
-        """Choose and load the first working set of sequences that turn sparse; fit the summary if it has not been.
-
-        Dense sequences are taken over as they are: their sealed blocks are in the arena already.
-        """
-        self.drain()
-        for sequence in sequences:
-            room.give(self, sequence, self.config.budget_blocks)
-        tails = [[self.read_tail(s, layer, s.length) for layer in range(self.shape.num_layers)] for s in sequences]
-        for sequence in sequences:
-            self.become_unsettled(sequence)
-        self._fit(sequences)
-        for sequence, tail in zip(sequences, tails, strict=True):
-            self._summarise(sequence)
-            sequence.phase = Phase.SPARSE
-            for layer in range(self.shape.num_layers):
-                self._choose(sequence, layer)
-            self.lay_out(sequence, tail)
-
-    def _fit(self, sequences: list[Sequence]) -> None:
-        """Fit the summary if it never was, or if these sequences are much longer than those it was fitted on: keys at
-        positions that a fit has not seen are coded badly. A new fit writes all summaries anew."""
-        longest = max(sequence.length for sequence in sequences)
-        summary = self.rooms.summary
-        if summary.fitted and (self._fitted_length is None or longest < _REFIT_GROWTH * self._fitted_length):
-            return
-        summary.fit(self._samples(sequences))
-        self._fitted_length = longest
-        for sequence in self.sequences:
-            sequence.summarised = 0
-            if sequence.phase is Phase.SPARSE:
-                self._summarise(sequence)
-
-    def _samples(self, sequences: list[Sequence]) -> Iterator[KeySample]:
-        # Attention sinks have keys like no other and are always resident: they are no sample of what is ranked.
-        first = self.config.sink_blocks
-        for layer in range(self.shape.num_layers):
-            keys = [self._sealed_keys(sequence, layer, first, len(sequence.pages)) for sequence in sequences]
-            flat = [part.transpose(0, 1).flatten(1, 2) for part in keys]
-            yield KeySample(layer, torch.cat(flat, dim=1).float())
-
-    def _summarise(self, sequence: Sequence) -> None:
-        """Write the summaries of all sealed blocks that have none."""
-        summary = self.rooms.summary
-        self.reserve_summaries(sequence.pages)
-        pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.shape.device)
-        for layer in range(self.shape.num_layers):
-            for start in range(sequence.summarised, len(sequence.pages), _STAGED_BLOCKS):
-                end = min(start + _STAGED_BLOCKS, len(sequence.pages))
-                summary.write(layer, pages[start:end], self._sealed_keys(sequence, layer, start, end))
-        sequence.summarised = len(sequence.pages)
-
-    def reserve_summaries(self, pages: list[int]) -> None:
-        """Make the summaries of some pages writable."""
-        if pages:
-            self.rooms.summary.reserve(max(pages) + 1)
-
-    def _choose(self, sequence: Sequence, layer: int) -> None:
-        """Select the blocks that the last queries of the prompt looked at most."""
-        sets, config = self.rooms.sets, self.config
-        low, high = config.sink_blocks, window_start(config, sequence.length)
-        rows = min(RECENT_ROWS, sequence.length)
-        queries = sets.recent[layer][sequence.row : sequence.row + 1, RECENT_ROWS - rows :]
-        pages = torch.tensor([sequence.pages], dtype=torch.int64, device=self.shape.device)
-        count = torch.tensor([len(sequence.pages)], device=self.shape.device)
-        index = LayerIndex(self.rooms, layer, pages, count, sets.scales[layer])
-        mass = index.summary_mass(queries).mean(1)
-        nothing = torch.full((1, self.shape.kv_heads, 1), EMPTY, device=self.shape.device)
-        bounds = torch.tensor([[low], [high]], device=self.shape.device)
-        blocks, _ = ops.top_missing(mass, nothing, bounds[0], bounds[1], config.selected_blocks)
-        sets.selected[layer][sequence.row] = EMPTY
-        sets.selected[layer][sequence.row, :, : blocks.shape[2]] = blocks[0]
-        sets.selected_at[layer][sequence.row] = self.step_number
-
-    def lay_out(self, sequence: Sequence, tail: list[torch.Tensor | None], first: int = 0) -> None:
-        """Fill the pool's places of a sequence from the arena and from the tail block, `(kv_heads, 2, block_size, head_dim)`
-        per layer. A dense sequence has its blocks before `first` already. No background work may run."""
-        config, rooms = self.config, self.rooms
-        size, dense = config.block_size, sequence.phase is Phase.DENSE
-        sealed = len(sequence.pages)
-        if dense:
-            blocks = list(range(first, sealed))
-            places = blocks
-        elif sequence.phase is Phase.SPARSE:
-            window = range(window_start(config, sequence.length), sealed)
-            blocks = [*range(config.sink_blocks), *window]
-            places = [*range(config.sink_blocks), *(place_of(config, block, dense) for block in window)]
-        else:
-            blocks, places = [], []
-        source = self.slots([sequence.pages[block] for block in blocks])
-        target = self.slots([sequence.strips[place] for place in places])
-        tail_block = sequence.length // size
-        for layer, pool in enumerate(rooms.pool.layers):
-            arena = rooms.arena.layers[layer]
-            ops.copy_blocks(arena, pool, source, target)
-            if sequence.phase is Phase.SPARSE:
-                chosen = self.sparse_rows([sequence])
-                selected = rooms.sets.selected[layer][chosen.rows]
-                place = torch.arange(selected.shape[2], device=selected.device).expand_as(selected)
-                ops.copy_blocks(
-                    arena, pool, chosen.arena_slots(selected), chosen.pool_slots(torch.where(selected >= 0, place, EMPTY))
-                )
-            content = tail[layer]
-            if content is not None:
-                strip = sequence.strips[place_of(config, tail_block, dense)]
-                pool[strip * self.shape.kv_heads : (strip + 1) * self.shape.kv_heads] = content
-
-    def sparse_rows(self, sequences: list[Sequence]) -> SparseRows:
-        """Tables of sparse sequences, in the order given."""
-        sets, device = self.rooms.sets, self.shape.device
-        rows = torch.tensor([sequence.row for sequence in sequences], device=device)
-        sealed = [len(sequence.pages) for sequence in sequences]
-        first = self.config.budget_blocks - self.config.selected_blocks
-        return SparseRows(
-            rows=rows,
-            pages=sets.pages[rows, : max(sealed)],
-            num_blocks=torch.tensor(sealed, device=device),
-            strips=sets.strips[rows, first : self.config.budget_blocks],
-        )
-
     # Reading
 
     def full_kv(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All committed keys and values of a layer on the device, `(kv_heads, length, head_dim)` each, put together from the
         arena and the tail block: what full attention would have kept, bit for bit."""
         self._check_alive(sequence)
-        both = self.read_kv(sequence, layer)
+        both = layout.read_kv(self.rooms, sequence, layer)
         return both[0], both[1]
-
-    def read_kv(self, sequence: Sequence, layer: int, spare: int = 0) -> torch.Tensor:
-        """As `full_kv`, in one tensor `(2, kv_heads, length + spare, head_dim)` whose last `spare` tokens are for the caller to
-        fill. Besides it, a few hundred blocks at most are on the device at a time."""
-        size, length, shape = self.config.block_size, sequence.length, self.shape
-        both = torch.empty((2, shape.kv_heads, length + spare, shape.head_dim), dtype=shape.dtype, device=shape.device)
-        for start in range(0, len(sequence.pages), _STAGED_BLOCKS):
-            end = min(start + _STAGED_BLOCKS, len(sequence.pages))
-            blocks = self._sealed(sequence, layer, start, end).permute(2, 1, 0, 3, 4)
-            both[:, :, start * size : end * size] = blocks.reshape(2, shape.kv_heads, -1, shape.head_dim)
-        tail = self.read_tail(sequence, layer, length)
-        if tail is not None:
-            both[:, :, length - length % size : length] = tail[:, :, : length % size].transpose(0, 1)
-        return both
-
-    def _sealed(self, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
-        """Sealed blocks on the device, `(end - start, kv_heads, 2, block_size, head_dim)`."""
-        arena = self.rooms.arena.layers[layer]
-        pages = torch.tensor(sequence.pages[start:end], dtype=torch.int64)
-        by_page = arena.view(-1, self.shape.kv_heads, *arena.shape[1:])
-        return by_page.index_select(0, pages).to(self.shape.device)
-
-    def _sealed_keys(self, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
-        """Keys of sealed blocks, `(end - start, kv_heads, block_size, head_dim)`."""
-        return self._sealed(sequence, layer, start, end)[:, :, 0]
-
-    def read_tail(self, sequence: Sequence, layer: int, length: int) -> torch.Tensor | None:
-        """The block that holds token `length`, if some of its tokens are below `length`: `(kv_heads, 2, block_size, head_dim)`.
-
-        It lies in the pool if it is the unsealed tail, and in the arena if a crop reaches into a sealed block.
-        """
-        size = self.config.block_size
-        if length % size == 0:
-            return None
-        block = length // size
-        if block < len(sequence.pages):
-            return self._sealed(sequence, layer, block, block + 1)[0]
-        heads = self.shape.kv_heads
-        strip = sequence.strips[place_of(self.config, block, sequence.phase is Phase.DENSE)]
-        return self.rooms.pool.layers[layer][strip * heads : (strip + 1) * heads].clone()
-
-    def slots(self, strips_or_pages: list[int]) -> torch.Tensor:
-        """Slots of strips or pages for all heads, `(count, kv_heads)`."""
-        heads = self.shape.kv_heads
-        first = torch.tensor(strips_or_pages, dtype=torch.int64, device=self.shape.device)[:, None] * heads
-        return first + torch.arange(heads, device=self.shape.device)
 
     def stats(self) -> Stats:
         """What the manager holds and has done."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from .layout import become_unsettled, lay_out, read_kv
 from .room import trim
 from .sequence import Sequence
 
@@ -38,7 +39,7 @@ class PrefillRows:
         """As `Step.attend`, for the rows of this sequence."""
         manager, sequence = self._manager, self.sequence
         past = sequence.length
-        both = manager.read_kv(sequence, layer, spare=self.num_tokens)
+        both = read_kv(manager.rooms, sequence, layer, spare=self.num_tokens)
         both[0, :, past:] = keys.transpose(0, 1)
         both[1, :, past:] = values.transpose(0, 1)
         output = _causal(queries.transpose(0, 1), both[0], both[1], past, scale)
@@ -72,8 +73,8 @@ class PrefillRows:
         sequence.length = self._length
         if not self._dense:
             # A sparse sequence chooses anew: what the new text looks at may be anywhere.
-            manager.become_unsettled(sequence)
-        manager.lay_out(sequence, self._tails, first=self._first)
+            become_unsettled(manager.rooms, sequence)
+        lay_out(manager.rooms, sequence, self._tails, first=self._first)
 
     def abort(self) -> None:
         """Give the new pages and places back."""

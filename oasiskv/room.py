@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .sequence import Phase, Sequence
+from .settling import settle
 
 if TYPE_CHECKING:
     from .manager import KVManager
@@ -66,10 +67,10 @@ def make_room(
     inside = {id(sequence) for sequence in sequences}
     victims = _victims(manager, claims, 0, inside)
     if victims:
-        manager.settle(victims)
+        settle(manager, victims)
     giving = [claim.sequence for claim in claims if claim.settles(budget) and len(claim.sequence.strips) >= budget]
     if giving:
-        manager.settle(giving)
+        settle(manager, giving)
     for claim in claims:
         wanted = claim.strips(budget)
         if claim.dense and claim.decoding:
@@ -80,7 +81,7 @@ def make_room(
         give(manager, claim.sequence, wanted)
     settling = [claim.sequence for claim in claims if claim.settles(budget)]
     if settling:
-        manager.settle(settling)
+        settle(manager, settling)
     return [claim.dense for claim in claims]
 
 
@@ -126,7 +127,7 @@ def take(manager: KVManager, count: int, keep: Sequence) -> list[int]:
     busy = step.sequences if step is not None else []
     victims = _victims(manager, [], count, {id(sequence) for sequence in (keep, *busy)})
     if victims:
-        manager.settle(victims)
+        settle(manager, victims)
     return _allocate(manager, count)
 
 

@@ -1,0 +1,123 @@
+"""Where the blocks of a sequence lie, and how they get there: reading from arena and pool, and filling the pool's places."""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops
+from .refresh import Rooms, SparseRows
+from .sequence import Phase, Sequence
+from .types import EMPTY
+from .working_set import place_of, window_start
+
+STAGED_BLOCKS = 512
+"""Blocks of one layer that are staged on the device at a time on their way from the arena."""
+
+
+def slots(rooms: Rooms, strips_or_pages: list[int]) -> torch.Tensor:
+    """Slots of strips or pages for all heads, `(count, kv_heads)`."""
+    heads = rooms.shape.kv_heads
+    first = torch.tensor(strips_or_pages, dtype=torch.int64, device=rooms.shape.device)[:, None] * heads
+    return first + torch.arange(heads, device=rooms.shape.device)
+
+
+def sealed(rooms: Rooms, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
+    """Sealed blocks on the device, `(end - start, kv_heads, 2, block_size, head_dim)`."""
+    arena = rooms.arena.layers[layer]
+    pages = torch.tensor(sequence.pages[start:end], dtype=torch.int64)
+    by_page = arena.view(-1, rooms.shape.kv_heads, *arena.shape[1:])
+    return by_page.index_select(0, pages).to(rooms.shape.device)
+
+
+def sealed_keys(rooms: Rooms, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
+    """Keys of sealed blocks, `(end - start, kv_heads, block_size, head_dim)`."""
+    return sealed(rooms, sequence, layer, start, end)[:, :, 0]
+
+
+def read_tail(rooms: Rooms, sequence: Sequence, layer: int, length: int) -> torch.Tensor | None:
+    """The block that holds token `length`, if some of its tokens are below `length`: `(kv_heads, 2, block_size, head_dim)`.
+
+    It lies in the pool if it is the unsealed tail, and in the arena if a crop reaches into a sealed block.
+    """
+    size = rooms.config.block_size
+    if length % size == 0:
+        return None
+    block = length // size
+    if block < len(sequence.pages):
+        return sealed(rooms, sequence, layer, block, block + 1)[0]
+    heads = rooms.shape.kv_heads
+    strip = sequence.strips[place_of(rooms.config, block, sequence.phase is Phase.DENSE)]
+    return rooms.pool.layers[layer][strip * heads : (strip + 1) * heads].clone()
+
+
+def read_kv(rooms: Rooms, sequence: Sequence, layer: int, spare: int = 0) -> torch.Tensor:
+    """As `full_kv`, in one tensor `(2, kv_heads, length + spare, head_dim)` whose last `spare` tokens are for the caller to
+    fill. Besides it, a few hundred blocks at most are on the device at a time."""
+    size, length, shape = rooms.config.block_size, sequence.length, rooms.shape
+    both = torch.empty((2, shape.kv_heads, length + spare, shape.head_dim), dtype=shape.dtype, device=shape.device)
+    for start in range(0, len(sequence.pages), STAGED_BLOCKS):
+        end = min(start + STAGED_BLOCKS, len(sequence.pages))
+        blocks = sealed(rooms, sequence, layer, start, end).permute(2, 1, 0, 3, 4)
+        both[:, :, start * size : end * size] = blocks.reshape(2, shape.kv_heads, -1, shape.head_dim)
+    tail = read_tail(rooms, sequence, layer, length)
+    if tail is not None:
+        both[:, :, length - length % size : length] = tail[:, :, : length % size].transpose(0, 1)
+    return both
+
+
+def sparse_rows(rooms: Rooms, sequences: list[Sequence]) -> SparseRows:
+    """Tables of sparse sequences, in the order given."""
+    sets, device = rooms.sets, rooms.shape.device
+    rows = torch.tensor([sequence.row for sequence in sequences], device=device)
+    sealed = [len(sequence.pages) for sequence in sequences]
+    first = rooms.config.budget_blocks - rooms.config.selected_blocks
+    return SparseRows(
+        rows=rows,
+        pages=sets.pages[rows, : max(sealed)],
+        num_blocks=torch.tensor(sealed, device=device),
+        strips=sets.strips[rows, first : rooms.config.budget_blocks],
+    )
+
+
+def become_unsettled(rooms: Rooms, sequence: Sequence) -> None:
+    """Change the phase and trim the strips to the budget; the caller lays the sequence out anew."""
+    budget = rooms.config.budget_blocks
+    rooms.pool.release(sequence.strips[budget:])
+    sequence.strips = sequence.strips[:budget]
+    rooms.sets.set_strips(sequence.row, sequence.strips)
+    rooms.sets.clear_selected(sequence.row)
+    sequence.phase = Phase.UNSETTLED
+
+
+def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], first: int = 0) -> None:
+    """Fill the pool's places of a sequence from the arena and from the tail block, `(kv_heads, 2, block_size, head_dim)`
+    per layer. A dense sequence has its blocks before `first` already. No background work may run."""
+    config = rooms.config
+    size, dense = config.block_size, sequence.phase is Phase.DENSE
+    sealed = len(sequence.pages)
+    if dense:
+        blocks = list(range(first, sealed))
+        places = blocks
+    elif sequence.phase is Phase.SPARSE:
+        window = range(window_start(config, sequence.length), sealed)
+        blocks = [*range(config.sink_blocks), *window]
+        places = [*range(config.sink_blocks), *(place_of(config, block, dense) for block in window)]
+    else:
+        blocks, places = [], []
+    source = slots(rooms, [sequence.pages[block] for block in blocks])
+    target = slots(rooms, [sequence.strips[place] for place in places])
+    tail_block = sequence.length // size
+    for layer, pool in enumerate(rooms.pool.layers):
+        arena = rooms.arena.layers[layer]
+        ops.copy_blocks(arena, pool, source, target)
+        if sequence.phase is Phase.SPARSE:
+            chosen = sparse_rows(rooms, [sequence])
+            selected = rooms.sets.selected[layer][chosen.rows]
+            place = torch.arange(selected.shape[2], device=selected.device).expand_as(selected)
+            ops.copy_blocks(
+                arena, pool, chosen.arena_slots(selected), chosen.pool_slots(torch.where(selected >= 0, place, EMPTY))
+            )
+        content = tail[layer]
+        if content is not None:
+            strip = sequence.strips[place_of(config, tail_block, dense)]
+            pool[strip * rooms.shape.kv_heads : (strip + 1) * rooms.shape.kv_heads] = content

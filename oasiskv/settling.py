@@ -1,0 +1,100 @@
+"""How a sequence turns sparse: fit the summary, digest the blocks, choose the first working set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import layout, ops
+from .abc import KeySample
+from .refresh import LayerIndex
+from .sequence import Phase, Sequence
+from .types import EMPTY
+from .working_set import RECENT_ROWS, window_start
+
+if TYPE_CHECKING:
+    from .manager import KVManager
+
+_REFIT_GROWTH = 1.5
+"""A summary is fitted again for sequences longer than this many times those it was fitted on."""
+
+
+def settle(manager: KVManager, sequences: list[Sequence]) -> None:
+    """Choose and load the first working set of sequences that turn sparse; fit the summary if it has not been.
+
+    Dense sequences are taken over as they are: their sealed blocks are in the arena already. Each holds strips for the budget.
+    """
+    manager.drain()
+    layers = range(manager.shape.num_layers)
+    tails = [[layout.read_tail(manager.rooms, s, layer, s.length) for layer in layers] for s in sequences]
+    for sequence in sequences:
+        layout.become_unsettled(manager.rooms, sequence)
+    _fit(manager, sequences)
+    for sequence, tail in zip(sequences, tails, strict=True):
+        _summarise(manager, sequence)
+        sequence.phase = Phase.SPARSE
+        for layer in layers:
+            _choose(manager, sequence, layer)
+        layout.lay_out(manager.rooms, sequence, tail)
+
+
+def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
+    """Fit the summary if it never was, or if these sequences are much longer than those it was fitted on: keys at
+    positions that a fit has not seen are coded badly. A new fit writes all summaries anew."""
+    longest = max(sequence.length for sequence in sequences)
+    summary = manager.rooms.summary
+    if summary.fitted and (manager.fitted_length is None or longest < _REFIT_GROWTH * manager.fitted_length):
+        return
+    summary.fit(_samples(manager, sequences))
+    manager.fitted_length = longest
+    for sequence in manager.sequences:
+        sequence.summarised = 0
+        if sequence.phase is Phase.SPARSE:
+            _summarise(manager, sequence)
+
+
+def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySample]:
+    # Attention sinks have keys like no other and are always resident: they are no sample of what is ranked.
+    first = manager.config.sink_blocks
+    for layer in range(manager.shape.num_layers):
+        keys = [layout.sealed_keys(manager.rooms, sequence, layer, first, len(sequence.pages)) for sequence in sequences]
+        flat = [part.transpose(0, 1).flatten(1, 2) for part in keys]
+        yield KeySample(layer, torch.cat(flat, dim=1).float())
+
+
+def _summarise(manager: KVManager, sequence: Sequence) -> None:
+    """Write the summaries of all sealed blocks that have none."""
+    summary = manager.rooms.summary
+    reserve_summaries(manager, sequence.pages)
+    pages = torch.tensor(sequence.pages, dtype=torch.int64, device=manager.shape.device)
+    for layer in range(manager.shape.num_layers):
+        for start in range(sequence.summarised, len(sequence.pages), layout.STAGED_BLOCKS):
+            end = min(start + layout.STAGED_BLOCKS, len(sequence.pages))
+            summary.write(layer, pages[start:end], layout.sealed_keys(manager.rooms, sequence, layer, start, end))
+    sequence.summarised = len(sequence.pages)
+
+
+def _choose(manager: KVManager, sequence: Sequence, layer: int) -> None:
+    """Select the blocks that the last queries of the prompt looked at most."""
+    sets, config = manager.rooms.sets, manager.config
+    low, high = config.sink_blocks, window_start(config, sequence.length)
+    rows = min(RECENT_ROWS, sequence.length)
+    queries = sets.recent[layer][sequence.row : sequence.row + 1, RECENT_ROWS - rows :]
+    pages = torch.tensor([sequence.pages], dtype=torch.int64, device=manager.shape.device)
+    count = torch.tensor([len(sequence.pages)], device=manager.shape.device)
+    index = LayerIndex(manager.rooms, layer, pages, count, sets.scales[layer])
+    mass = index.summary_mass(queries).mean(1)
+    nothing = torch.full((1, manager.shape.kv_heads, 1), EMPTY, device=manager.shape.device)
+    bounds = torch.tensor([[low], [high]], device=manager.shape.device)
+    blocks, _ = ops.top_missing(mass, nothing, bounds[0], bounds[1], config.selected_blocks)
+    sets.selected[layer][sequence.row] = EMPTY
+    sets.selected[layer][sequence.row, :, : blocks.shape[2]] = blocks[0]
+    sets.selected_at[layer][sequence.row] = manager.step_number
+
+
+def reserve_summaries(manager: KVManager, pages: list[int]) -> None:
+    """Make the summaries of some pages writable."""
+    if pages:
+        manager.rooms.summary.reserve(max(pages) + 1)
