@@ -151,7 +151,7 @@ class DecodeRows:
             nexts = [
                 window_start(config, self.sequences[number].length + accepted[number]) for number in self._members.tolist()
             ]
-            self._next_high = torch.tensor(nexts, device=self._rooms.shape.device).minimum(self._sparse.num_blocks)
+            self._next_high = torch.tensor(nexts, device=self._rooms.shape.device)
 
     # Attention, once per layer
 
