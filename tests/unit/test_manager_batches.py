@@ -54,6 +54,7 @@ def play(driver, names, steps):
         {"summary": "transform"},
         {"summary": "transform", "correction_blocks": 2, "swap_margin": 0.002},
         {"predictor": "previous", "correction_blocks": 1},
+        {"correction_blocks": 2, "swap_margin": 0.1},
         {"predictor": "oracle", "swap_margin": 0.02},
         {"dense_threshold": 80},
     ],

@@ -78,6 +78,31 @@ def test_bits_go_where_they_remove_most_error(seed):
     assert gain_of_last[bits > 0].min() >= most_refused * 0.999
 
 
+def first_fit(sizes):
+    """Nibbles that components of these bits fill, the largest first, each in the first nibble with room."""
+    room = []
+    for size in sorted((size for size in sizes if size), reverse=True):
+        place = next((number for number, left in enumerate(room) if left >= size), None)
+        if place is None:
+            room.append(NIBBLE_BITS)
+            place = -1
+        room[place] -= size
+    return len(room)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("budget", [7, 20, 33, 50])
+def test_no_further_bit_would_fit(seed, budget):
+    variances = draw_variances(seed).double()
+    layouts = water_fill(variances, budget)
+    bits = padded_bits(layouts, 16).flatten(0, 1)
+    assert sum(first_fit(head) for head in bits.tolist()) == sum(layout.num_nibbles for layout in layouts)
+    table = torch.tensor(distortions(), dtype=torch.float64)
+    gain = (variances.flatten(0, 1) * (table[:-1] - table[1:])[bits.clamp(max=3)]).masked_fill(bits == 4, -1.0)
+    bits.view(-1)[gain.argmax()] += 1
+    assert sum(first_fit(head) for head in bits.tolist()) > budget
+
+
 def test_a_head_without_variance_gets_no_nibble():
     variances = draw_variances(1, layers=1)
     variances[0, 0] = 1e-12
