@@ -68,7 +68,6 @@ class DecodeRows:
         self._positions = torch.tensor(positions, device=device)
         self._slots = torch.tensor(strips, device=device)[:, None] * heads + torch.arange(heads, device=device)
         self._offsets = torch.tensor(offsets, device=device)
-        self._lengths = torch.tensor([sequence.length for sequence in self.sequences], device=device)
 
     def _plan_tables(self) -> None:
         """The part of the block tables that all layers share, and the tables of the sparse sequences."""
@@ -104,8 +103,8 @@ class DecodeRows:
         dense = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.DENSE]
         self._dense_rows = self._rows[dense]
         self._dense_members = torch.tensor(dense, dtype=torch.int64, device=device)
-        self._place = torch.arange(config.selected_blocks, device=device).expand(len(members), shape.kv_heads, -1)
-        self._selected_slots = self._sparse.pool_slots(self._place)
+        chosen = torch.arange(config.selected_blocks, device=device).expand(len(members), shape.kv_heads, -1)
+        self._selected_slots = self._sparse.pool_slots(chosen)
         self._low = torch.full((len(members),), config.sink_blocks, device=device)
         self._high = torch.tensor([window_start(config, self.sequences[number].length) for number in members], device=device)
 
