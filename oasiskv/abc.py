@@ -120,11 +120,23 @@ class Predictor(ABC):
         """Mass per row; shapes as in `BlockIndex`."""
 
     @abstractmethod
-    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-        """One score per block once it is known that the first `accepted[s] >= 1` rows of sequence `s` stay.
+    def aggregate(self, layer: int, mass: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """One score per block from the masses of the step's rows, `(num_sequences, num_rows, kv_heads, num_blocks)` to
+        `(num_sequences, kv_heads, num_blocks)`.
 
-        `(num_sequences, num_rows, kv_heads, num_blocks)` to `(num_sequences, kv_heads, num_blocks)`.
+        Args:
+            weights: `(num_sequences, num_rows)`, how likely each row is to stay part of the text: 1 or 0 once that is known,
+                a probability before; 0 for padding. The first row of a sequence always weighs 1.
+            rows: `(num_sequences,)`, which row of the predictor's own tables belongs to each sequence.
         """
+
+    def begin(self, layer: int, mass: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Scores for the first working set of one sequence, from the masses of the prompt's last rows, oldest first: shapes as
+        in `aggregate`. By default all rows count alike."""
+        return mass.mean(1)
+
+    prompt_rows: int = 4
+    """How many of the prompt's last rows `begin` wants to see; a shorter prompt gives fewer."""
 
     uses_hints: bool = False
     """True: `guess` is called for layers whose residual stream is hinted, and chooses their working sets for the same step."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import layout, ops
-from .refresh import Anticipation, LayerIndex, Refresh, SparseRows
+from .predictors.lookahead import mean_over_rows
+from .refresh import LayerIndex, Refresh, SparseRows
 from .room import trim
 from .sequence import Phase, Sequence
 from .settling import reserve_summaries
@@ -26,6 +28,7 @@ class DecodeRows:
         manager: KVManager,
         sequences: list[Sequence],
         num_tokens: list[int],
+        num_drafts: list[int],
         offsets: list[int],
         certain: bool,
     ) -> None:
@@ -33,6 +36,7 @@ class DecodeRows:
         self._manager = manager
         self._rooms = manager.rooms
         self._num_tokens = num_tokens
+        self._num_drafts = num_drafts
         self._certain = certain
         device = manager.shape.device
         self.packed = torch.tensor(
@@ -107,6 +111,15 @@ class DecodeRows:
         self._selected_slots = self._sparse.pool_slots(chosen)
         self._low = torch.full((len(members),), config.sink_blocks, device=device)
         self._high = torch.tensor([window_start(config, self.sequences[number].length) for number in members], device=device)
+        expected = [self._expectation(number) for number in members]
+        self._expected = torch.tensor(expected, dtype=torch.float32, device=device)
+
+    def _expectation(self, number: int) -> list[float]:
+        """How likely each row of a sequence is to be accepted."""
+        tokens, certain = self._num_tokens[number], self._num_tokens[number] - self._num_drafts[number]
+        accepted = self.sequences[number].acceptance
+        padding = [0.0] * (max(self._num_tokens) - tokens)
+        return [accepted ** max(0, row + 1 - certain) for row in range(tokens)] + padding
 
     def _allocate_pages(self, accepted: list[int]) -> list[list[int]]:
         """Pages for the blocks that `accepted` tokens of each sequence seal, all or none."""
@@ -144,9 +157,9 @@ class DecodeRows:
         self._summary_source = layout.slots(self._rooms, summarised_strips)
         self._summary_pages = torch.tensor(self._summarised_pages, dtype=torch.int64, device=self._rooms.shape.device)
 
-        kept = torch.tensor(accepted, device=self._rooms.shape.device)
-        self._accepted = kept[self._members]
         if self._sparse is not None:
+            kept = torch.tensor(accepted, device=self._rooms.shape.device)[self._members]
+            self._kept_rows = (torch.arange(max(self._num_tokens), device=kept.device) < kept[:, None]).float()
             nexts = [
                 window_start(config, self.sequences[number].length + accepted[number]) for number in self._members.tolist()
             ]
@@ -195,18 +208,13 @@ class DecodeRows:
         if not self._all_sparse:
             padded, positions = padded[self._members], positions[self._members]
         index = LayerIndex(self._rooms, layer, self._sparse.pages, self._sparse.num_blocks, self._rooms.sets.scales[layer])
-        work = Anticipation(
-            padded,
-            positions,
-            self._rooms,
+        rows, predictor = self._sparse.rows, self._rooms.predictor
+        work = self._refresh(
             layer,
-            self._sparse,
             index,
-            padded,
-            (positions >= 0).sum(1),
-            self._low,
+            lambda: predictor.guess(layer, padded, positions.clamp(min=0), rows),
+            self._expected,
             self._high,
-            self._manager.step_number,
             self._rooms.config.max_new_blocks,
         )
         self._manager.tickets[layer] = self._manager.scheduler.submit(work)
@@ -228,13 +236,7 @@ class DecodeRows:
         """Blocks that the exact query misses most, to be read from the arena: `(S, H, m)` blocks and slots."""
         assert self._sparse is not None
         config, shape = self._rooms.config, self._rooms.shape
-        mass = index.summary_mass(queries)
-        if mass.shape[1] > 1:
-            real = (self._positions >= 0) if self._all_sparse else (self._positions >= 0)[self._members]
-            weight = real / real.sum(1, keepdim=True)
-            mass = (mass * weight[:, :, None, None]).sum(1)
-        else:
-            mass = mass[:, 0]
+        mass = mean_over_rows(index.summary_mass(queries), self._expected)
         blocks, gain = ops.top_missing(mass, selected, self._low, self._high, config.correction_blocks)
         blocks = torch.where(gain > config.swap_margin * shape.group_size, blocks, EMPTY)
         read = (blocks >= 0).sum(2)
@@ -242,26 +244,23 @@ class DecodeRows:
         self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
         return self._spread(blocks), self._spread(self._sparse.arena_slots(blocks))
 
-    def _refresh(self, layer: int, index: LayerIndex, queries: torch.Tensor, high: torch.Tensor, max_new: int) -> Refresh:
+    def _refresh(
+        self,
+        layer: int,
+        index: LayerIndex,
+        queries: Callable[[], torch.Tensor],
+        weights: torch.Tensor,
+        high: torch.Tensor,
+        max_new: int,
+    ) -> Refresh:
         assert self._sparse is not None
-        return Refresh(
-            self._rooms,
-            layer,
-            self._sparse,
-            index,
-            queries,
-            self._accepted,
-            self._low,
-            high,
-            self._manager.step_number,
-            max_new,
-        )
+        number = self._manager.step_number
+        return Refresh(self._rooms, layer, self._sparse, index, queries, weights, self._low, high, number, max_new)
 
     def _refresh_now(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """A foreground predictor chooses this step's own working set, without a cap."""
-        if not self._certain:
-            self._accepted = torch.tensor(self._num_tokens, device=queries.device)[self._members]
-        work = self._refresh(layer, index, queries, self._high, self._rooms.config.selected_blocks)
+        most = self._rooms.config.selected_blocks
+        work = self._refresh(layer, index, lambda: queries, self._expected, self._high, most)
         work.predict()
         work.select()
         work.mark()
@@ -270,10 +269,15 @@ class DecodeRows:
     def _later(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """Renew the working set in the background: at once if nothing can be rejected, else when the step is committed."""
         if self._certain:
-            work = self._refresh(layer, index, queries, self._next_high, self._rooms.config.max_new_blocks)
-            self._manager.tickets[layer] = self._manager.scheduler.submit(work)
+            self._submit_after(layer, index, queries)
         else:
             self._waiting[layer] = (index, queries)
+
+    def _submit_after(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
+        """Submit the work for the next step by the queries of this one."""
+        most = self._rooms.config.max_new_blocks
+        work = self._refresh(layer, index, lambda: queries, self._kept_rows, self._next_high, most)
+        self._manager.tickets[layer] = self._manager.scheduler.submit(work)
 
     def _seal(self, layer: int) -> None:
         """Copy the blocks that are full now to the arena, and digest those of sparse sequences."""
@@ -331,7 +335,7 @@ class DecodeRows:
 
     def commit(self) -> None:
         """Keep the rows that `prepare_commit` was told."""
-        manager, rooms, accepted = self._manager, self._rooms, self._kept
+        rooms, accepted = self._rooms, self._kept
         if not self._certain:
             self._plan_sealing(accepted)
             for layer in range(rooms.shape.num_layers):
@@ -343,9 +347,13 @@ class DecodeRows:
                 if sequence.phase is Phase.SPARSE:
                     sequence.summarised = len(sequence.pages)
             sequence.length += tokens
+        for sequence, tokens, accepted_tokens, drafts in zip(
+            self.sequences, self._num_tokens, accepted, self._num_drafts, strict=True
+        ):
+            if drafts:
+                sequence.learn_acceptance(accepted_tokens - (tokens - drafts), drafts)
         for layer, (index, queries) in self._waiting.items():
-            work = self._refresh(layer, index, queries, self._next_high, rooms.config.max_new_blocks)
-            manager.tickets[layer] = manager.scheduler.submit(work)
+            self._submit_after(layer, index, queries)
 
     def abort(self) -> None:
         """Give the new pages back. Rows in tail blocks lie beyond the sequences' lengths, where nothing looks."""

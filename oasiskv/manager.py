@@ -71,7 +71,7 @@ class KVManager:
             config=config,
             pool=Pool(shape, config.block_size, config.pool_bytes, config.poison_freed),
             arena=Arena(shape, config.block_size, config.arena_bytes),
-            sets=WorkingSets(shape, config),
+            sets=WorkingSets(shape, config, predictor.prompt_rows),
             summary=summary,
             predictor=predictor,
             counters=Counters(),
@@ -132,6 +132,7 @@ class KVManager:
             rooms.pool.release(strips)
             raise
         child.length, child.phase, child.summarised = sequence.length, sequence.phase, sequence.summarised
+        child.acceptance = sequence.acceptance
         child.pages = list(sequence.pages)
         rooms.arena.share(child.pages)
         child.strips = strips

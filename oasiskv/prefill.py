@@ -42,7 +42,7 @@ class PrefillRows:
         both = read_kv(manager.rooms, sequence, layer, spare=self.num_tokens)
         both[0, :, past:] = keys.transpose(0, 1)
         both[1, :, past:] = values.transpose(0, 1)
-        output = _causal(queries.transpose(0, 1), both[0], both[1], past, scale)
+        output = causal_attention(queries.transpose(0, 1), both[0], both[1], past, scale)
         self._store(layer, both)
         rooms = manager.rooms
         rooms.summary.observe(layer, queries, self._positions)
@@ -82,7 +82,7 @@ class PrefillRows:
         trim(self._manager, self.sequence)
 
 
-def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float) -> torch.Tensor:
+def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float) -> torch.Tensor:
     """Causal attention of the last rows: `(query_heads, rows, head_dim)` over `(kv_heads, past + rows, head_dim)`."""
     grouped = queries.shape[0] != keys.shape[0]
     if not past:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -86,7 +86,15 @@ class SparseRows:
 
 
 class Refresh:
-    """A `LayerWork`: scores the queries of a step, swaps blocks in the persistent set, and loads the new ones."""
+    """A `LayerWork`: scores queries, swaps blocks in the persistent set, and loads the new ones.
+
+    Args:
+        queries: gives the query rows `(S, R, query_heads, head_dim)`, called on the background lane: those of a step that has
+            attended, or a guess of those to come.
+        weights: `(S, R)`, see `Predictor.aggregate`.
+        low, high: `(S,)`, the candidates are the blocks `low <= block < high`.
+        max_new: most blocks loaded per kv head.
+    """
 
     def __init__(
         self,
@@ -94,8 +102,8 @@ class Refresh:
         layer: int,
         sparse: SparseRows,
         index: LayerIndex,
-        queries: torch.Tensor,
-        accepted: torch.Tensor,
+        queries: Callable[[], torch.Tensor],
+        weights: torch.Tensor,
         low: torch.Tensor,
         high: torch.Tensor,
         step: int,
@@ -106,7 +114,7 @@ class Refresh:
         self._sparse = sparse
         self._index = index
         self._queries = queries
-        self._accepted = accepted
+        self._weights = weights
         self._low, self._high = low, high
         self._step = step
         self._max_new = max_new
@@ -114,8 +122,8 @@ class Refresh:
 
     def predict(self) -> None:
         predictor = self._rooms.predictor
-        row_mass = predictor.score(self.layer, self._queries, self._index)
-        self._mass = predictor.aggregate(self.layer, row_mass, self._accepted)
+        row_mass = predictor.score(self.layer, self._queries(), self._index)
+        self._mass = predictor.aggregate(self.layer, row_mass, self._weights, self._sparse.rows)
 
     def select(self) -> None:
         rooms, layer, rows = self._rooms, self.layer, self._sparse.rows
@@ -150,7 +158,7 @@ class Refresh:
         return (held * inside).sum(2)
 
     def mark(self) -> None:
-        self._publish(_replaced(self._resident, self.places, torch.full_like(self._blocks, EMPTY)))
+        self._publish(replaced(self._resident, self.places, torch.full_like(self._blocks, EMPTY)))
 
     def transfer(self) -> None:
         rooms = self._rooms
@@ -160,7 +168,7 @@ class Refresh:
             self._sparse.arena_slots(self._blocks),
             self._sparse.pool_slots(self.places),
         )
-        self._publish(_replaced(self._resident, self.places, self._blocks))
+        self._publish(replaced(self._resident, self.places, self._blocks))
         moved = self.places >= 0
         rooms.counters.add(loaded_blocks=moved.sum())
         rooms.counters.keep_largest(most_new_blocks=moved.sum(2).max())
@@ -175,21 +183,7 @@ class Refresh:
             sets.selected_at[self.layer][self._sparse.rows] = self._stamps
 
 
-class Anticipation(Refresh):
-    """A `Refresh` whose queries are guessed from the residual stream, in the same step, before the layer runs."""
-
-    def __init__(self, hidden: torch.Tensor, positions: torch.Tensor, *common: Any) -> None:  # noqa: ANN401 - as `Refresh`
-        super().__init__(*common)
-        self._hidden = hidden
-        self._positions = positions
-
-    def predict(self) -> None:
-        predictor = self._rooms.predictor
-        self._queries = predictor.guess(self.layer, self._hidden, self._positions.clamp(min=0), self._sparse.rows)
-        super().predict()
-
-
-def _replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """`resident` with `blocks` put into `places`; `EMPTY` places are left out."""
     count = resident.shape[2]
     padded = torch.nn.functional.pad(resident, (0, 1), value=EMPTY)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+_ACCEPTANCE_RATE = 0.1
+"""Weight of a new step in the moving average of the acceptance."""
+
 
 class Phase(Enum):
     """What of a sequence is on the device."""
@@ -32,6 +35,7 @@ class Sequence:
         pages: arena pages of the sealed blocks, `length // block_size` of them.
         strips: pool strips, by place.
         summarised: sealed blocks whose summaries are written, counted from the first.
+        acceptance: how likely a draft token is accepted if those before it were, by the steps so far.
     """
 
     row: int
@@ -40,3 +44,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     strips: list[int] = field(default_factory=list)
     summarised: int = 0
+    acceptance: float = 0.5
+
+    def learn_acceptance(self, accepted: int, drafts: int) -> None:
+        """A step with `drafts` draft tokens has kept `accepted` of them; those behind the first rejected one tell nothing."""
+        self.acceptance += _ACCEPTANCE_RATE * (accepted / min(accepted + 1, drafts) - self.acceptance)

@@ -12,7 +12,7 @@ from .abc import KeySample
 from .refresh import LayerIndex
 from .sequence import Phase, Sequence
 from .types import EMPTY
-from .working_set import RECENT_ROWS, window_start
+from .working_set import window_start
 
 if TYPE_CHECKING:
     from .manager import KVManager
@@ -77,15 +77,17 @@ def _summarise(manager: KVManager, sequence: Sequence) -> None:
 
 
 def _choose(manager: KVManager, sequence: Sequence, layer: int) -> None:
-    """Select the blocks that the last queries of the prompt looked at most."""
+    """Select the blocks that matter most to the predictor, by the last queries of the prompt."""
     sets, config = manager.rooms.sets, manager.config
     low, high = config.sink_blocks, window_start(config, sequence.length)
-    rows = min(RECENT_ROWS, sequence.length)
-    queries = sets.recent[layer][sequence.row : sequence.row + 1, RECENT_ROWS - rows :]
+    rows = min(sets.recent_rows, sequence.length)
+    queries = sets.recent[layer][sequence.row : sequence.row + 1, sets.recent_rows - rows :]
     pages = torch.tensor([sequence.pages], dtype=torch.int64, device=manager.shape.device)
     count = torch.tensor([len(sequence.pages)], device=manager.shape.device)
     index = LayerIndex(manager.rooms, layer, pages, count, sets.scales[layer])
-    mass = index.summary_mass(queries).mean(1)
+    predictor = manager.rooms.predictor
+    row = torch.tensor([sequence.row], device=manager.shape.device)
+    mass = predictor.begin(layer, predictor.score(layer, queries, index), row)
     nothing = torch.full((1, manager.shape.kv_heads, 1), EMPTY, device=manager.shape.device)
     bounds = torch.tensor([[low], [high]], device=manager.shape.device)
     blocks, _ = ops.top_missing(mass, nothing, bounds[0], bounds[1], config.selected_blocks)

@@ -55,6 +55,7 @@ class Step:
                     manager,
                     [sequences[number] for number in members],
                     [num_tokens[number] for number in members],
+                    [num_drafts[number] for number in members],
                     [offsets[number] for number in members],
                     self.certain,
                 )

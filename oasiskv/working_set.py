@@ -17,17 +17,18 @@ import torch
 from .config import OasisConfig
 from .types import EMPTY, ModelShape
 
-RECENT_ROWS = 4
-"""Query rows kept per sequence and layer while it is not sparse; its first working set is chosen by them."""
-
 
 class WorkingSets:
-    """Tables over sequences. The foreground owns all but `selected` and `selected_at` of a layer whose background work is
-    running; those change hands under `lock(layer)`."""
+    """Tables over sequences; the last `recent_rows` query rows of each choose its first working set.
 
-    def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
+    The foreground owns all but `selected` and `selected_at` of a layer whose background work is running; those change hands
+    under `lock(layer)`.
+    """
+
+    def __init__(self, shape: ModelShape, config: OasisConfig, recent_rows: int) -> None:
         self.shape = shape
         self.config = config
+        self.recent_rows = recent_rows
         self.capacity = 0
         device = shape.device
         heads, chosen = shape.kv_heads, config.selected_blocks
@@ -36,7 +37,7 @@ class WorkingSets:
         empty = torch.full((0, heads, chosen), EMPTY, dtype=torch.int64, device=device)
         self.selected = [empty.clone() for _ in range(shape.num_layers)]
         self.selected_at = [torch.zeros_like(table) for table in self.selected]
-        recent = (0, RECENT_ROWS, shape.query_heads, shape.head_dim)
+        recent = (0, recent_rows, shape.query_heads, shape.head_dim)
         self.recent = [torch.zeros(recent, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
         self.scales = [shape.head_dim**-0.5] * shape.num_layers
         self._locks = [threading.Lock() for _ in range(shape.num_layers)]
@@ -92,8 +93,8 @@ class WorkingSets:
 
     def remember_queries(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
         """Push the query rows `(num_sequences, num_rows, query_heads, head_dim)` of a step onto the recent ones."""
-        kept = queries[:, -RECENT_ROWS:].to(self.shape.dtype)
-        if kept.shape[1] < RECENT_ROWS:
+        kept = queries[:, -self.recent_rows :].to(self.shape.dtype)
+        if kept.shape[1] < self.recent_rows:
             kept = torch.cat([self.recent[layer][rows][:, kept.shape[1] :], kept], dim=1)
         self.recent[layer][rows] = kept
 

@@ -66,7 +66,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 class ResidualStream:
     """Shows what enters the decoder layers, by forward pre-hooks: `show(number, hidden)` for each full-attention layer, some
-    layers ahead of it."""
+    layers ahead of it, in forwards of at most `most_rows` rows (longer ones are prompts)."""
 
     def __init__(
         self,
@@ -74,8 +74,10 @@ class ResidualStream:
         full: list[int],
         projection: HFProjection,
         show: Callable[[int, torch.Tensor], None],
+        most_rows: int = MAX_STEP_ROWS,
     ) -> None:
         self.checked = False
+        self._most_rows = most_rows
         self._projection = projection
         self._full = full
         self._show = weakref.WeakMethod(show)
@@ -92,7 +94,7 @@ class ResidualStream:
         show = self._show()
         if not self.checked:
             self._seen[index] = hidden[-1, -1]
-        elif index in self._targets and hidden.shape[1] <= MAX_STEP_ROWS and show is not None:
+        elif index in self._targets and hidden.shape[1] <= self._most_rows and show is not None:
             show(self._targets[index], hidden)
 
     def check(self, layer: int, queries: torch.Tensor, position: int, shape: ModelShape) -> bool:

@@ -17,9 +17,13 @@ class Lookahead(Predictor):
     def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
         return index.summary_mass(queries)
 
-    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-        if mass.shape[1] == 1:
-            return mass[:, 0]
-        row = torch.arange(mass.shape[1], device=mass.device)
-        kept = (row < accepted[:, None]).to(mass.dtype)
-        return (mass * kept[:, :, None, None]).sum(1) / accepted[:, None, None]
+    def aggregate(self, layer: int, mass: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return mean_over_rows(mass, weights)
+
+
+def mean_over_rows(mass: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean mass of a sequence's rows, `(S, R, H, N)` to `(S, H, N)`, by weights `(S, R)`."""
+    if mass.shape[1] == 1:
+        return mass[:, 0]
+    shares = weights / weights.sum(1, keepdim=True)
+    return (mass * shares[:, :, None, None]).sum(1)

@@ -13,6 +13,6 @@ class Previous(Predictor):
     def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
         return index.summary_mass(queries)
 
-    def aggregate(self, layer: int, mass: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-        last = (accepted - 1)[:, None, None, None].expand(-1, 1, *mass.shape[2:])
+    def aggregate(self, layer: int, mass: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        last = ((weights >= 0.5).sum(1) - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *mass.shape[2:])
         return mass.gather(1, last)[:, 0]

@@ -194,16 +194,33 @@ class PredictorTests:
 
     accepted = torch.tensor([1, 2, 4])
 
+    follows_queries = True
+    """Whether what was accepted last changes the scores; a static choice overrides it with False."""
+
     def plugin(self) -> type[Predictor]:
         """The class under test."""
         raise NotImplementedError("a conformance suite overrides plugin() to return the class under test")
 
     def make(self) -> Predictor:
-        """A predictor with three rows of its own tables."""
+        """A predictor with three rows of its own tables, and queries and keys for it."""
         torch.manual_seed(0)
         self.queries = torch.randn(3, 4, _SHAPE.query_heads, _SHAPE.head_dim)
         self.keys = torch.randn(3, 9, _CONFIG.block_size, _SHAPE.kv_heads, _SHAPE.head_dim)
-        return self.plugin()(_SHAPE, _CONFIG)
+        return self.make_again()
+
+    def make_again(self) -> Predictor:
+        """A new predictor for the same queries and keys: it has learnt nothing."""
+        predictor = self.plugin()(_SHAPE, _CONFIG)
+        predictor.reserve_rows(3)
+        for row in range(3):
+            predictor.clear_row(row)
+        return predictor
+
+    def aggregate(self, predictor: Predictor, mass: torch.Tensor, only: slice = slice(None)) -> torch.Tensor:
+        """The scores when the first `accepted` rows of each sequence stay."""
+        kept = self.accepted[only].clamp(max=mass.shape[1])
+        weights = (torch.arange(mass.shape[1]) < kept[:, None]).float()
+        return predictor.aggregate(0, mass, weights, torch.arange(3)[only])
 
     def score(self, predictor: Predictor, only: slice = slice(None), rows: int = 4) -> torch.Tensor:
         """Row masses of some of the three sequences."""
@@ -219,8 +236,7 @@ class PredictorTests:
     def test_aggregates_have_the_promised_shape_and_are_masses(self, rows: int) -> None:
         """`(num_sequences, kv_heads, num_blocks)`, at least 0, and at most the group size over all blocks."""
         predictor = self.make()
-        accepted = self.accepted.clamp(max=rows)
-        result = predictor.aggregate(0, self.score(predictor, rows=rows), accepted)
+        result = self.aggregate(predictor, self.score(predictor, rows=rows))
         assert result.shape == (3, _SHAPE.kv_heads, 9)
         assert result.is_floating_point()
         assert result.isfinite().all()
@@ -230,43 +246,66 @@ class PredictorTests:
     def test_rejected_rows_change_nothing(self) -> None:
         """Their queries belong to a text that was not written."""
         predictor = self.make()
-        before = predictor.aggregate(0, self.score(predictor), self.accepted)
+        before = self.aggregate(predictor, self.score(predictor))
         for number, kept in enumerate(self.accepted.tolist()):
             self.queries[number, kept:] = 5 * torch.randn_like(self.queries[number, kept:])
-        after = predictor.aggregate(0, self.score(predictor), self.accepted)
+        predictor = self.make_again()
+        after = self.aggregate(predictor, self.score(predictor))
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
     def test_accepted_rows_count(self) -> None:
         """What was accepted last says something about what comes next."""
         predictor = self.make()
-        before = predictor.aggregate(0, self.score(predictor), self.accepted)
+        before = self.aggregate(predictor, self.score(predictor))
         for number, kept in enumerate(self.accepted.tolist()):
             self.queries[number, kept - 1] *= -3
-        after = predictor.aggregate(0, self.score(predictor), self.accepted)
-        assert not torch.allclose(after, before, rtol=1e-3)
+        predictor = self.make_again()
+        after = self.aggregate(predictor, self.score(predictor))
+        assert torch.allclose(after, before, rtol=1e-3) != self.follows_queries
 
     def test_sequences_are_scored_on_their_own(self) -> None:
         """A batch gives what its parts give."""
         predictor = self.make()
-        whole = predictor.aggregate(0, self.score(predictor), self.accepted)
+        whole = self.aggregate(predictor, self.score(predictor))
         for number in range(3):
             only = slice(number, number + 1)
-            alone = predictor.aggregate(0, self.score(predictor, only), self.accepted[only])
+            predictor = self.make_again()
+            alone = self.aggregate(predictor, self.score(predictor, only), only)
             torch.testing.assert_close(alone[0], whole[number], rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_it_chooses_a_first_working_set(self, rows: int) -> None:
+        """`begin` gives scores of the promised shape for each sequence, by the last rows of its prompt."""
+        predictor = self.make()
+        mass = self.score(predictor, rows=rows)
+        for number in range(3):
+            first = predictor.begin(0, mass[number : number + 1], torch.tensor([number]))
+            assert first.shape == (1, _SHAPE.kv_heads, 9)
+            assert first.isfinite().all()
+            assert (first >= 0).all()
+            assert (first.sum(2) <= _SHAPE.group_size + 1e-4).all()
+        assert predictor.prompt_rows >= 1
+
+    def test_sequences_may_grow(self) -> None:
+        """More blocks from step to step."""
+        predictor = self.make()
+        for blocks in (4, 5, 9):
+            index = FixedIndex(self.keys[:, :blocks])
+            result = self.aggregate(predictor, predictor.score(0, self.queries, index))
+            assert result.shape == (3, _SHAPE.kv_heads, blocks)
 
     def test_arguments_are_not_changed(self) -> None:
         """Queries and masses belong to the step."""
         predictor = self.make()
         queries, mass = self.queries.clone(), self.score(predictor)
         before = mass.clone()
-        predictor.aggregate(0, mass, self.accepted)
+        self.aggregate(predictor, mass)
         assert torch.equal(mass, before)
         assert torch.equal(self.queries, queries)
 
     def test_tables_per_sequence_follow_the_manager(self) -> None:
         """Rows are reserved, cleared and copied by number, and their bytes counted."""
         predictor = self.make()
-        predictor.reserve_rows(2)
         predictor.reserve_rows(5)
         predictor.clear_row(4)
         predictor.copy_row(1, 4)

@@ -63,28 +63,28 @@ class Mixed(MinMax):
 
 
 class Gullible(Lookahead):
-    def aggregate(self, layer, mass, accepted):
+    def aggregate(self, layer, mass, weights, rows):
         return mass.mean(1)
 
 
 class Boastful(Lookahead):
-    def aggregate(self, layer, mass, accepted):
-        return 2 * super().aggregate(layer, mass, accepted)
+    def aggregate(self, layer, mass, weights, rows):
+        return 2 * super().aggregate(layer, mass, weights, rows)
 
 
 class Numb(Lookahead):
-    def aggregate(self, layer, mass, accepted):
+    def aggregate(self, layer, mass, weights, rows):
         return torch.full_like(mass[:, 0], 0.1)
 
 
 class Crosstalk(Lookahead):
-    def aggregate(self, layer, mass, accepted):
-        return super().aggregate(layer, mass, accepted).mean(0, keepdim=True).expand(mass.shape[0], -1, -1)
+    def aggregate(self, layer, mass, weights, rows):
+        return super().aggregate(layer, mass, weights, rows).mean(0, keepdim=True).expand(mass.shape[0], -1, -1)
 
 
 class Greedy(Lookahead):
-    def aggregate(self, layer, mass, accepted):
-        return super().aggregate(layer, mass.mul_(0.5), accepted)
+    def aggregate(self, layer, mass, weights, rows):
+        return super().aggregate(layer, mass.mul_(0.5), weights, rows)
 
 
 def refuse(kit, plugin, test, *arguments):

@@ -121,8 +121,8 @@ def test_a_hint_that_is_exact_chooses_by_the_queries_of_the_step(workers):
         chosen = []
         select = manager.rooms.predictor.aggregate
 
-        def watched(layer, mass, accepted):
-            chosen.append((layer, select(layer, mass, accepted)))
+        def watched(layer, mass, weights, rows):
+            chosen.append((layer, select(layer, mass, weights, rows)))
             return chosen[-1][1]
 
         manager.rooms.predictor.aggregate = watched

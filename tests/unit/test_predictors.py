@@ -32,7 +32,8 @@ def make(kind):
 
 
 def aggregate(kind, mass, accepted=ACCEPTED):
-    return make(kind).aggregate(0, mass, accepted)
+    weights = (torch.arange(mass.shape[1]) < accepted[:, None]).float()
+    return make(kind).aggregate(0, mass, weights, torch.arange(mass.shape[0]))
 
 
 @pytest.mark.parametrize(("kind", "source"), [(Lookahead, "summary"), (Previous, "summary"), (Oracle, "exact")])

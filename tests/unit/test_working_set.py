@@ -1,14 +1,16 @@
 import pytest
 import torch
 
-from oasiskv.working_set import RECENT_ROWS, WorkingSets, place_of, window_start
+from oasiskv.working_set import WorkingSets, place_of, window_start
+
+RECENT_ROWS = 4
 
 from .driver import SHAPE, tiny
 
 
 @pytest.fixture
 def sets():
-    made = WorkingSets(SHAPE, tiny())
+    made = WorkingSets(SHAPE, tiny(), RECENT_ROWS)
     made.reserve_rows(3)
     return made
 

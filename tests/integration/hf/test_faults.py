@@ -113,10 +113,10 @@ def test_a_lane_that_raises_surfaces_in_generate(model, monkeypatch, workers):
         calls = iter(range(1000))
         aggregate = predictor.aggregate
 
-        def broken(layer, mass, accepted):
+        def broken(layer, mass, weights, rows):
             if next(calls) == 7:
                 raise ValueError("a broken predictor")
-            return aggregate(layer, mass, accepted)
+            return aggregate(layer, mass, weights, rows)
 
         monkeypatch.setattr(predictor, "aggregate", broken)
         ids = prompt(1, 200)

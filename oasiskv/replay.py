@@ -1,0 +1,352 @@
+"""What a configuration would have chosen: the decode steps of known texts, replayed layer by layer instead of step by step.
+
+When the tokens are known in advance, everything a layer needs from all steps of a text is there once the layer below has run, so
+all steps go through the model in one forward, and texts of one length side by side. Only the choice of the working set goes step
+by step. The choices are made by the same summaries, predictors and ops as in a `Step`, on keys and values that stay whole on the
+device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import torch
+
+from . import ops
+from .abc import KeySummary, Predictor
+from .config import OasisConfig
+from .predictors.lookahead import mean_over_rows
+from .refresh import replaced
+from .sequence import Sequence
+from .types import EMPTY, ModelShape
+from .working_set import window_start
+
+_ROW_CHUNK = 128
+"""Query rows whose logits over the whole text are held at a time."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A text's prompt as full attention left it; lists are per layer.
+
+    Attributes:
+        keys, values: `(kv_heads, length, head_dim)`.
+        recent: the queries of the last rows, `(rows, query_heads, head_dim)`, oldest first.
+        summary: fitted; page `n` belongs to block `n`. The replay writes the blocks that seal after the prompt.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    recent: list[torch.Tensor]
+    summary: KeySummary
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.keys[0].shape[1])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of all steps: `T` rows in `I` steps; a step's first row is the text's next token, the others are drafts.
+
+    Attributes:
+        positions: `(T,)`.
+        step: `(T,)`, the step of each row.
+        kept: `(T,)`, whether the row became text.
+        starts: first row of each step, and the end of the last, `I + 1` numbers.
+        lengths: tokens of the text before each step, and after the last, `I + 1` numbers.
+    """
+
+    positions: torch.Tensor
+    step: torch.Tensor
+    kept: torch.Tensor
+    starts: list[int]
+    lengths: list[int]
+
+    @staticmethod
+    def of(length: int, rows: Sequences[int], accepted: Sequences[int], device: torch.device) -> Rows:
+        """Steps after `length` tokens: `rows[i]` rows in step `i`, of which the first `accepted[i]` stay."""
+        positions, step, kept, starts, lengths = [], [], [], [0], [length]
+        for number, (count, stay) in enumerate(zip(rows, accepted, strict=True)):
+            positions.extend(range(lengths[-1], lengths[-1] + count))
+            step.extend([number] * count)
+            kept.extend([row < stay for row in range(count)])
+            starts.append(starts[-1] + count)
+            lengths.append(lengths[-1] + stay)
+        return Rows(
+            torch.tensor(positions, device=device),
+            torch.tensor(step, device=device),
+            torch.tensor(kept, device=device),
+            starts,
+            lengths,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are."""
+        return len(self.starts) - 1
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened in one layer.
+
+    Attributes:
+        loaded: blocks moved into the working set before each step's attention, `(B, I, kv_heads)`.
+        corrected: blocks read in place, `(B, I, kv_heads)`.
+        coverage: share of full attention's weights, with the replay's own queries, that fell on what a row saw,
+            `(B, T, query_heads)`.
+    """
+
+    loaded: torch.Tensor
+    corrected: torch.Tensor
+    coverage: torch.Tensor
+
+
+class _Index:
+    """A `BlockIndex` whose rows see different numbers of blocks: `num_blocks` is `(R,)`."""
+
+    def __init__(
+        self, summaries: list[KeySummary], layer: int, keys: torch.Tensor, num_blocks: torch.Tensor, size: int, scale: float
+    ) -> None:
+        self._summaries, self._layer, self._scale, self._size = summaries, layer, scale, size
+        self._count = int(num_blocks.max())
+        self._keys = keys[:, :, : self._count * size]
+        self._num_blocks = num_blocks
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        if self._last is None or self._last[0] is not queries:
+            pages = torch.arange(self._count, device=queries.device)[None]
+            mass = [
+                self._mass(torch.cat([summary.score(self._layer, part, pages, self._scale) for part in _chunks(text[None])], 1))
+                for summary, text in zip(self._summaries, queries, strict=True)
+            ]
+            self._last = (queries, torch.stack(mass))
+        return self._last[1]
+
+    def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        mass = []
+        for text, keys in zip(queries, self._keys, strict=True):
+            grouped = text.view(text.shape[0], keys.shape[0], -1, text.shape[2])
+            logits = torch.einsum("rhgd,htd->rhgt", grouped.float(), keys.float()).mul_(self._scale)
+            mass.append(self._mass(logits.unflatten(3, (-1, self._size)).logsumexp(4).flatten(1, 2)[None]))
+        return torch.stack(mass)
+
+    def _mass(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(1, R, query_heads, N)` to `(R, kv_heads, N)`."""
+        return ops.block_mass(logits.transpose(0, 1), self._num_blocks, self._keys.shape[1])[:, 0]
+
+
+def _chunks(queries: torch.Tensor) -> list[torch.Tensor]:
+    return [part.contiguous() for part in queries.split(_ROW_CHUNK, dim=1)]
+
+
+class Replay:
+    """Some texts of one length through the decode steps of one configuration.
+
+    Args:
+        shape: of the model.
+        config: of the manager that is replayed.
+        predictor: new, and bound to a projection if it shall use hints.
+        histories: one per text, all of one length, longer than the budget.
+        rows: see `Rows`.
+    """
+
+    def __init__(
+        self, shape: ModelShape, config: OasisConfig, predictor: Predictor, histories: list[History], rows: Rows
+    ) -> None:
+        self.shape, self.config, self.predictor = shape, config, predictor
+        self.reports: list[LayerReport] = []
+        self._histories, self._rows = histories, rows
+        self._members = torch.arange(len(histories), device=shape.device)
+        predictor.reserve_rows(len(histories))
+        for row in range(len(histories)):
+            predictor.clear_row(row)
+        for history in histories:
+            history.summary.reserve(rows.lengths[-1] // config.block_size + 1)
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._low = torch.full((len(histories),), config.sink_blocks, device=shape.device)
+        self._expected = self._expectations()
+
+    def _expectations(self) -> list[torch.Tensor]:
+        """How likely each row of each step was to be accepted, `(R,)` per step; see `DecodeRows`."""
+        learner, weights = Sequence(0), []
+        for step in range(self._rows.num_steps):
+            count = self._rows.starts[step + 1] - self._rows.starts[step]
+            weights.append(torch.tensor([learner.acceptance**row for row in range(count)], device=self.shape.device))
+            if count > 1:
+                learner.learn_acceptance(self._rows.lengths[step + 1] - self._rows.lengths[step] - 1, count - 1)
+        return weights
+
+    def hint(self, layer: int, hidden: torch.Tensor) -> None:
+        """The residual stream of all rows, `(B, T, hidden_size)`; as `Step.hint`."""
+        if self.predictor.uses_hints:
+            self._hidden[layer] = hidden
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """The next layer's attention: queries `(B, T, query_heads, head_dim)`, keys and values `(B, T, kv_heads, head_dim)`."""
+        layer, rows, config = len(self.reports), self._rows, self.config
+        all_keys = torch.cat([torch.stack([history.keys[layer] for history in self._histories]), keys.transpose(1, 2)], 2)
+        all_values = torch.cat([torch.stack([history.values[layer] for history in self._histories]), values.transpose(1, 2)], 2)
+        start = rows.lengths[0]
+        text = torch.cat([all_keys[:, :, :start], all_keys[:, :, start:][:, :, rows.kept]], 2)
+        self._summarise(layer, text)
+        num_blocks = torch.tensor(rows.lengths[:-1], device=text.device)[rows.step] // config.block_size
+        index = _Index([history.summary for history in self._histories], layer, text, num_blocks, config.block_size, scale)
+        selected, loaded = self._choose(layer, queries, index, text, scale)
+        corrected = self._correct(queries, index, selected)
+        output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3), scale)
+        self.reports.append(LayerReport(loaded, (corrected >= 0).sum(3), coverage))
+        return output
+
+    def _summarise(self, layer: int, text: torch.Tensor) -> None:
+        """Digest the blocks that seal after the prompt; `text` is `(B, kv_heads, tokens, head_dim)`."""
+        size = self.config.block_size
+        first, end = self._rows.lengths[0] // size, text.shape[2] // size
+        for history, keys in zip(self._histories, text, strict=True):
+            blocks = keys[:, first * size : end * size].unflatten(1, (-1, size)).transpose(0, 1)
+            if end > first:
+                history.summary.write(layer, torch.arange(first, end, device=text.device), blocks)
+
+    def _choose(
+        self, layer: int, queries: torch.Tensor, index: _Index, text: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The selected blocks of each step, `(B, I, kv_heads, C)`, and how many were new, `(B, I, kv_heads)`."""
+        rows, config, predictor = self._rows, self.config, self.predictor
+        resident = self._begin(layer, text, scale)
+        stamps = torch.zeros_like(resident)
+        hidden = self._hidden.pop(layer, None)
+        early = predictor.foreground or hidden is not None
+        guesses = queries if hidden is None else self._guess(layer, hidden, queries)
+        mass = predictor.score(layer, guesses, index)
+        most = config.selected_blocks if predictor.foreground else config.max_new_blocks
+        selected, loaded = [], []
+        moved = torch.zeros(resident.shape[:2], dtype=torch.int64, device=resident.device)
+        for step in range(rows.num_steps):
+            own = slice(rows.starts[step], rows.starts[step + 1])
+            before, after = rows.lengths[step], rows.lengths[step + 1]
+            if early:
+                weights = self._expected[step]
+            else:
+                weights = rows.kept[own].float()
+                selected.append(resident)
+                loaded.append(moved)
+            high = window_start(config, before if early else after)
+            weights = weights.expand(len(self._histories), -1)
+            score = predictor.aggregate(layer, mass[:, own, :, : before // config.block_size], weights, self._members)
+            places, blocks, stamps, _ = ops.select(
+                score,
+                resident,
+                stamps,
+                self._low,
+                torch.full_like(self._low, high),
+                step + 1,
+                most,
+                config.swap_margin * self.shape.group_size,
+            )
+            resident = replaced(resident, places, blocks)
+            moved = (places >= 0).sum(2)
+            if early:
+                selected.append(resident)
+                loaded.append(moved)
+        return torch.stack(selected, 1), torch.stack(loaded, 1)
+
+    def _begin(self, layer: int, text: torch.Tensor, scale: float) -> torch.Tensor:
+        """The first selected blocks, `(B, kv_heads, C)`; see `settling`."""
+        config, length = self.config, self._rows.lengths[0]
+        first = []
+        for number, history in enumerate(self._histories):
+            recent = history.recent[layer][None, -min(self.predictor.prompt_rows, length) :]
+            sealed = torch.full(recent.shape[1:2], length // config.block_size, device=text.device)
+            index = _Index([history.summary], layer, text[number : number + 1], sealed, config.block_size, scale)
+            mass = self.predictor.score(layer, recent, index)
+            first.append(self.predictor.begin(layer, mass, self._members[number : number + 1]))
+        score = torch.cat(first)
+        nothing = torch.full((*score.shape[:2], 1), EMPTY, device=score.device)
+        high = torch.full_like(self._low, window_start(config, length))
+        blocks, _ = ops.top_missing(score, nothing, self._low, high, config.selected_blocks)
+        padding = config.selected_blocks - blocks.shape[2]
+        return torch.nn.functional.pad(blocks, (0, padding), value=EMPTY)
+
+    def _guess(self, layer: int, hidden: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        guesses = []
+        for start, end in zip(self._rows.starts[:-1], self._rows.starts[1:], strict=True):
+            positions = self._rows.positions[start:end].expand(len(self._histories), -1)
+            guesses.append(self.predictor.guess(layer, hidden[:, start:end], positions, self._members))
+            self.predictor.learn(layer, queries[:, start:end], positions, self._members)
+        return torch.cat(guesses, 1)
+
+    def _correct(self, queries: torch.Tensor, index: _Index, selected: torch.Tensor) -> torch.Tensor:
+        """The blocks that each step reads in place, `(B, I, kv_heads, m)`; see `DecodeRows`."""
+        rows, config = self._rows, self.config
+        texts, steps, heads = selected.shape[:3]
+        if not config.correction_blocks or self.predictor.foreground:
+            return selected.new_empty((texts, steps, heads, 0))
+        mass = index.summary_mass(queries)
+        by_step = [
+            mean_over_rows(mass[:, start:end], weights.expand(texts, -1))
+            for start, end, weights in zip(rows.starts[:-1], rows.starts[1:], self._expected, strict=True)
+        ]
+        flat = torch.stack(by_step, 1).flatten(0, 1)
+        high = torch.tensor([window_start(config, length) for length in rows.lengths[:-1]], device=flat.device).repeat(texts)
+        low = torch.full_like(high, config.sink_blocks)
+        blocks, gain = ops.top_missing(flat, selected.flatten(0, 1), low, high, config.correction_blocks)
+        blocks = torch.where(gain > config.swap_margin * self.shape.group_size, blocks, EMPTY)
+        return blocks.unflatten(0, (texts, steps))
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the blocks of each step, `(B, I, kv_heads, K)`, and what every row sees anyway."""
+        rows, config = self._rows, self.config
+        start, size = rows.lengths[0], config.block_size
+        position = torch.cat([torch.arange(start, device=keys.device), rows.positions])
+        number = position // size
+        window = torch.tensor([window_start(config, length) for length in rows.lengths[:-1]], device=keys.device)
+        seen = torch.zeros((*blocks.shape[:3], int(number.max()) + 2), dtype=torch.bool, device=keys.device)
+        seen.scatter_(3, torch.where(blocks >= 0, blocks, seen.shape[3] - 1), True)
+        outputs, coverages = [], []
+        for first in range(0, rows.positions.shape[0], _ROW_CHUNK):
+            own = slice(first, first + _ROW_CHUNK)
+            step = rows.step[own]
+            # Causal in the text, and among the rows of one step; rejected drafts are seen by their own step only.
+            same = rows.step == step[:, None]
+            told = torch.cat([torch.ones((len(step), start), dtype=torch.bool, device=keys.device), rows.kept | same], 1)
+            told &= position <= rows.positions[own][:, None]
+            told[:, start:] &= rows.step <= step[:, None]
+            base = (number < config.sink_blocks) | (number >= window[step][:, None])
+            for text in range(queries.shape[0]):
+                visible = told[:, None] & (base[:, None] | seen[text, step][..., number])
+                output, coverage = _masked_attention(
+                    queries[text, own], keys[text], values[text], told, visible.transpose(0, 1), scale
+                )
+                outputs.append(output)
+                coverages.append(coverage)
+        texts = queries.shape[0]
+        chunks = range(len(outputs) // texts)
+        joined = [
+            torch.stack([torch.cat([parts[chunk * texts + text] for chunk in chunks]) for text in range(texts)])
+            for parts in (outputs, coverages)
+        ]
+        return joined[0].to(queries.dtype), joined[1]
+
+
+def _masked_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, told: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(R, query_heads, head_dim)` over `(kv_heads, K, head_dim)`; `told` is `(R, K)`, `visible` `(kv_heads, R, K)`. Returns the
+    output and the share of the told weights that is visible, `(R, query_heads)`."""
+    count, query_heads, head_dim = queries.shape
+    heads = keys.shape[0]
+    grouped = queries.view(count, heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2).float()
+    logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).unflatten(1, (-1, count))
+    whole = logits.masked_fill_(~told, float("-inf")).logsumexp(3)
+    logits.masked_fill_(~visible[:, None], float("-inf"))
+    lse = logits.logsumexp(3)
+    weights = logits.sub_(lse[..., None]).exp_()
+    output = (weights.flatten(1, 2) @ values.float()).unflatten(1, (-1, count))
+    coverage = (lse - whole).exp().permute(2, 0, 1).reshape(count, query_heads)
+    return output.permute(2, 0, 1, 3).reshape(count, query_heads, head_dim), coverage
