@@ -88,7 +88,7 @@ def fidelity(model: PreTrainedModel, tokenizer: Any, tokens: int) -> Iterator[Ro
             f"kl-{name}", f"{name}, 4K, budget 1024, {tokens} tokens: KL (s.e. {error:.4f})", divergence.mean_kl, "nats", 0.015
         )
         yield at_least(f"top1-{name}", f"{name}: same greedy token", divergence.agreement, "", 0.95)
-        limit = config.max_new_blocks + config.correction_blocks
+        limit = config.burst_blocks + config.correction_blocks
         most = stats.most_new_blocks + stats.most_corrected_blocks
         yield at_most(f"new-{name}", f"{name}: most new blocks of a head in a step", most, "blocks", limit)
 

@@ -123,7 +123,7 @@ class Arena:
         """Register what the high-water mark has reached, chunk by chunk, per layer."""
         if not self._pinned:
             return
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart = torch.cuda.cudart()
         wanted = self._high_water * self._page_layer_bytes
         for layer, tensor in enumerate(self.layers):
             while self._registered[layer] < wanted:
@@ -139,7 +139,7 @@ class Arena:
     def close(self) -> None:
         """Give everything back to the system."""
         if self._pinned:
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart = torch.cuda.cudart()
             for layer, tensor in enumerate(self.layers):
                 for start in range(0, self._registered[layer], self._register_bytes):
                     cudart.cudaHostUnregister(tensor.data_ptr() + start)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from .errors import ConfigError
 from .types import MAX_STEP_ROWS
+
+
+_BURST = 4
+"""How many times its even share of a layer's loads one head may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +24,13 @@ class OasisConfig:
         block_size: consecutive tokens in a block, the unit of ranking, residency and transfer. Even, 4 to 64.
         sink_tokens: first tokens of a sequence that always stay, rounded up to blocks.
         window_tokens: most recent tokens that always stay, rounded up to blocks.
-        max_new_blocks: most blocks loaded into the pool per kv head and step.
+        max_new_blocks: most blocks loaded into the pool per kv head and step, on average over the heads of a sequence in one
+            layer. Needs come in bursts, so a single head may take up to four times as many.
         correction_blocks: most missing blocks that the exact query of the step may add at attention time, read in place
             from the arena. 0 turns correction off.
-        swap_margin: attention mass, per query head, that a missing block must gain over the resident one it replaces.
+        correction_margin: attention mass that a missing block must hold to be read in place. Both margins are shares of the mean
+            mass of a selected block, `1 / selected_blocks` per query head.
+        swap_margin: attention mass that a missing block must gain over the resident one it replaces.
         dense_threshold: tokens up to which a sequence keeps its whole KV on the device; `None` means `budget_tokens`.
         summary: name of the key summary that ranks blocks (entry-point group `oasiskv.key_summaries`).
         predictor: name of the predictor (entry-point group `oasiskv.predictors`).
@@ -38,8 +46,9 @@ class OasisConfig:
     sink_tokens: int = 16
     window_tokens: int = 128
     max_new_blocks: int = 4
-    correction_blocks: int = 2
-    swap_margin: float = 0.002
+    correction_blocks: int = 4
+    correction_margin: float = 0.22
+    swap_margin: float = 0.11
     dense_threshold: int | None = None
     summary: str = "transform"
     predictor: str = "layer-ahead"
@@ -63,8 +72,10 @@ class OasisConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be the name of a registered plug-in")
         if not 4 <= self.block_size <= 64 or self.block_size % 2:
             raise ConfigError(f"block_size is {self.block_size}; it must be even and between 4 and 64 (16 is a good start)")
-        if not isinstance(self.swap_margin, int | float) or not 0 <= self.swap_margin < 1:
-            raise ConfigError(f"swap_margin is {self.swap_margin!r}; it is an attention mass, at least 0 and below 1")
+        for name in ("swap_margin", "correction_margin"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value!r}; it is a share of a selected block's mean mass, a number of at least 0")
         if not isinstance(self.poison_freed, bool):
             raise ConfigError(f"poison_freed is {self.poison_freed!r}; it must be True or False")
         if self.on_late not in ("wait", "skip"):
@@ -120,6 +131,21 @@ class OasisConfig:
     def selected_blocks(self) -> int:
         """Places left for blocks chosen by their scores."""
         return self.budget_blocks - self.sink_blocks - self.ring_blocks
+
+    @property
+    def swap_gain(self) -> float:
+        """`swap_margin` as attention mass per query head."""
+        return self.swap_margin / self.selected_blocks
+
+    @property
+    def correction_gain(self) -> float:
+        """`correction_margin` as attention mass per query head."""
+        return self.correction_margin / self.selected_blocks
+
+    @property
+    def burst_blocks(self) -> int:
+        """Most blocks that one kv head may load in a step when the other heads of its layer load fewer."""
+        return min(_BURST * self.max_new_blocks, self.selected_blocks)
 
     @property
     def dense_blocks(self) -> int:

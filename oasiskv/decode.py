@@ -215,7 +215,6 @@ class DecodeRows:
             lambda: predictor.guess(layer, padded, positions.clamp(min=0), rows),
             self._expected,
             self._high,
-            self._rooms.config.max_new_blocks,
         )
         self._manager.tickets[layer] = self._manager.scheduler.submit(work)
 
@@ -238,7 +237,7 @@ class DecodeRows:
         config, shape = self._rooms.config, self._rooms.shape
         mass = mean_over_rows(index.summary_mass(queries), self._expected)
         blocks, gain = ops.top_missing(mass, selected, self._low, self._high, config.correction_blocks)
-        blocks = torch.where(gain > config.swap_margin * shape.group_size, blocks, EMPTY)
+        blocks = torch.where(gain > config.correction_gain * shape.group_size, blocks, EMPTY)
         read = (blocks >= 0).sum(2)
         self._rooms.counters.add(corrected_blocks=read.sum())
         self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
@@ -251,16 +250,18 @@ class DecodeRows:
         queries: Callable[[], torch.Tensor],
         weights: torch.Tensor,
         high: torch.Tensor,
-        max_new: int,
     ) -> Refresh:
         assert self._sparse is not None
-        number = self._manager.step_number
-        return Refresh(self._rooms, layer, self._sparse, index, queries, weights, self._low, high, number, max_new)
+        config, number = self._rooms.config, self._manager.step_number
+        most, pooled = config.burst_blocks, config.max_new_blocks * self._rooms.shape.kv_heads
+        if self._rooms.predictor.foreground:  # a yardstick, not a mode: without a cap
+            most = config.selected_blocks
+            pooled = most * self._rooms.shape.kv_heads
+        return Refresh(self._rooms, layer, self._sparse, index, queries, weights, self._low, high, number, most, pooled)
 
     def _refresh_now(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """A foreground predictor chooses this step's own working set, without a cap."""
-        most = self._rooms.config.selected_blocks
-        work = self._refresh(layer, index, lambda: queries, self._expected, self._high, most)
+        work = self._refresh(layer, index, lambda: queries, self._expected, self._high)
         work.predict()
         work.select()
         work.mark()
@@ -275,8 +276,7 @@ class DecodeRows:
 
     def _submit_after(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """Submit the work for the next step by the queries of this one."""
-        most = self._rooms.config.max_new_blocks
-        work = self._refresh(layer, index, lambda: queries, self._kept_rows, self._next_high, most)
+        work = self._refresh(layer, index, lambda: queries, self._kept_rows, self._next_high)
         self._manager.tickets[layer] = self._manager.scheduler.submit(work)
 
     def _seal(self, layer: int) -> None:

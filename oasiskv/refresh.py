@@ -93,7 +93,7 @@ class Refresh:
             attended, or a guess of those to come.
         weights: `(S, R)`, see `Predictor.aggregate`.
         low, high: `(S,)`, the candidates are the blocks `low <= block < high`.
-        max_new: most blocks loaded per kv head.
+        max_new: most blocks loaded per kv head; `pooled` is the most of all heads of a sequence together.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Refresh:
         high: torch.Tensor,
         step: int,
         max_new: int,
+        pooled: int,
     ) -> None:
         self.layer = layer
         self._rooms = rooms
@@ -117,7 +118,7 @@ class Refresh:
         self._weights = weights
         self._low, self._high = low, high
         self._step = step
-        self._max_new = max_new
+        self._max_new, self._pooled = max_new, pooled
         self.places = torch.empty(0)
 
     def predict(self) -> None:
@@ -137,7 +138,8 @@ class Refresh:
             self._high,
             self._step,
             self._max_new,
-            rooms.config.swap_margin * group,
+            self._pooled,
+            rooms.config.swap_gain * group,
         )
         self._resident = resident
         number = torch.arange(self._mass.shape[2], device=self._mass.device)

@@ -1,9 +1,9 @@
 """What a configuration would have chosen: the decode steps of known texts, replayed layer by layer instead of step by step.
 
-When the tokens are known in advance, everything a layer needs from all steps of a text is there once the layer below has run, so
-all steps go through the model in one forward, and texts of one length side by side. Only the choice of the working set goes step
-by step. The choices are made by the same summaries, predictors and ops as in a `Step`, on keys and values that stay whole on the
-device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
+When the tokens are known in advance, everything a layer needs from all steps of a text is there once the layer below has run,
+so all steps go through the model in one forward, and texts of one length side by side. Only the choice of the working set goes
+step by step. The choices are made by the same summaries, predictors and ops as in a `Step`, on keys and values that stay whole on
+the device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Rows:
     @staticmethod
     def of(length: int, rows: Sequences[int], accepted: Sequences[int], device: torch.device) -> Rows:
         """Steps after `length` tokens: `rows[i]` rows in step `i`, of which the first `accepted[i]` stay."""
-        positions, step, kept, starts, lengths = [], [], [], [0], [length]
+        positions: list[int] = []
+        step: list[int] = []
+        kept: list[bool] = []
+        starts, lengths = [0], [length]
         for number, (count, stay) in enumerate(zip(rows, accepted, strict=True)):
             positions.extend(range(lengths[-1], lengths[-1] + count))
             step.extend([number] * count)
@@ -222,7 +225,10 @@ class Replay:
         early = predictor.foreground or hidden is not None
         guesses = queries if hidden is None else self._guess(layer, hidden, queries)
         mass = predictor.score(layer, guesses, index)
-        most = config.selected_blocks if predictor.foreground else config.max_new_blocks
+        heads = self.shape.kv_heads
+        most, pooled = config.burst_blocks, config.max_new_blocks * heads
+        if predictor.foreground:
+            most, pooled = config.selected_blocks, config.selected_blocks * heads
         selected, loaded = [], []
         moved = torch.zeros(resident.shape[:2], dtype=torch.int64, device=resident.device)
         for step in range(rows.num_steps):
@@ -245,7 +251,8 @@ class Replay:
                 torch.full_like(self._low, high),
                 step + 1,
                 most,
-                config.swap_margin * self.shape.group_size,
+                pooled,
+                config.swap_gain * self.shape.group_size,
             )
             resident = replaced(resident, places, blocks)
             moved = (places >= 0).sum(2)
@@ -294,8 +301,8 @@ class Replay:
         high = torch.tensor([window_start(config, length) for length in rows.lengths[:-1]], device=flat.device).repeat(texts)
         low = torch.full_like(high, config.sink_blocks)
         blocks, gain = ops.top_missing(flat, selected.flatten(0, 1), low, high, config.correction_blocks)
-        blocks = torch.where(gain > config.swap_margin * self.shape.group_size, blocks, EMPTY)
-        return blocks.unflatten(0, (texts, steps))
+        blocks = torch.where(gain > config.correction_gain * self.shape.group_size, blocks, EMPTY)
+        return blocks.view(texts, steps, heads, -1)
 
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, scale: float
@@ -337,8 +344,10 @@ class Replay:
 def _masked_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, told: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(R, query_heads, head_dim)` over `(kv_heads, K, head_dim)`; `told` is `(R, K)`, `visible` `(kv_heads, R, K)`. Returns the
-    output and the share of the told weights that is visible, `(R, query_heads)`."""
+    """`(R, query_heads, head_dim)` over `(kv_heads, K, head_dim)`; `told` is `(R, K)`, `visible` `(kv_heads, R, K)`.
+
+    Returns the output and the share of the told weights that is visible, `(R, query_heads)`.
+    """
     count, query_heads, head_dim = queries.shape
     heads = keys.shape[0]
     grouped = queries.view(count, heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2).float()

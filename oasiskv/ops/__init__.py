@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from . import reference
+from . import reference, reference_summaries
 
-_library = torch.library.Library("oasiskv", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("oasiskv", "DEF")
 
 _SCHEMAS = {
     "append_rows": "(Tensor(a!) pool, Tensor keys, Tensor values, Tensor slots, Tensor offsets) -> ()",
@@ -26,11 +26,15 @@ _SCHEMAS = {
     "block_mass": "(Tensor logits, Tensor num_blocks, int kv_heads) -> Tensor",
     "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
     "select": (
-        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, int step, int max_new, float margin) "
+        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, int step, int max_new, int pooled, float margin) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "minmax_write": "(Tensor(a!) bounds, Tensor pages, Tensor keys) -> ()",
     "minmax_score": "(Tensor bounds, Tensor pages, Tensor queries, float scale) -> Tensor",
+    "minmax4_write": "(Tensor(a!) codes, Tensor(b!) ranges, Tensor pages, Tensor keys, bool outward) -> ()",
+    "minmax4_read": "(Tensor codes, Tensor ranges, Tensor rows) -> Tensor",
+    "bit2_write": "(Tensor(a!) codes, Tensor pages, Tensor keys, Tensor bounds) -> ()",
+    "bit2_score": "(Tensor codes, Tensor slots, Tensor bounds, Tensor queries, float scale) -> Tensor",
     "transform_write": (
         "(Tensor(a!) codes, Tensor pages, Tensor keys, Tensor mean, Tensor encode, Tensor thresholds, Tensor nibbles, "
         "Tensor shifts) -> ()"
@@ -41,18 +45,24 @@ _SCHEMAS = {
     ),
 }
 
+_REFERENCE = {**vars(reference), **vars(reference_summaries)}
+
 for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
-    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.define(_name + _schema)
+    _library.impl(_name, _REFERENCE[_name], "CompositeExplicitAutograd")
 
 
 def _nothing(*_: object) -> None:
     return None
 
 
-def _like_logits(queries: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def _like_logits(queries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     sequences, rows, heads, _ = queries.shape
-    return queries.new_empty((sequences, rows, heads, pages.shape[1]), dtype=torch.float32)
+    return queries.new_empty((sequences, rows, heads, table.shape[-1]), dtype=torch.float32)
+
+
+def _fake_bounds(codes: torch.Tensor, ranges: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((*rows.shape, *codes.shape[1:-1], 2 * codes.shape[-1]), dtype=torch.float32)
 
 
 def _fake_attention(queries: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +89,7 @@ def _fake_select(
     high: torch.Tensor,
     step: int,
     max_new: int,
+    pooled: int,
     margin: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*mass.shape[:2], min(max_new, mass.shape[2], resident.shape[2]))
@@ -100,6 +111,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "select": _fake_select,
     "minmax_write": _nothing,
     "minmax_score": lambda bounds, pages, queries, scale: _like_logits(queries, pages),
+    "minmax4_write": _nothing,
+    "minmax4_read": _fake_bounds,
+    "bit2_write": _nothing,
+    "bit2_score": lambda codes, slots, bounds, queries, scale: _like_logits(queries, slots),
     "transform_write": _nothing,
     "transform_score": lambda codes, pages, queries, *_: _like_logits(queries, pages),
 }
@@ -123,6 +138,10 @@ top_missing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("top_missing
 select: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _op("select")
 minmax_write: Callable[..., None] = _op("minmax_write")
 minmax_score: Callable[..., torch.Tensor] = _op("minmax_score")
+minmax4_write: Callable[..., None] = _op("minmax4_write")
+minmax4_read: Callable[..., torch.Tensor] = _op("minmax4_read")
+bit2_write: Callable[..., None] = _op("bit2_write")
+bit2_score: Callable[..., torch.Tensor] = _op("bit2_score")
 transform_write: Callable[..., None] = _op("transform_write")
 transform_score: Callable[..., torch.Tensor] = _op("transform_score")
 

@@ -1,4 +1,4 @@
-"""The pure-torch reference of every op. Clear first; vectorised over sequences, heads and blocks.
+"""The pure-torch reference of attention and selection. Clear first; vectorised over sequences, heads and blocks.
 
 Tables hold `EMPTY` (-1) where a place is unused. Attention and scores are computed in float32 whatever the KV's dtype.
 """
@@ -6,7 +6,6 @@ Tables hold `EMPTY` (-1) where a place is unused. Attention and scores are compu
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import EMPTY
@@ -176,6 +175,7 @@ def select(
     high: Tensor,
     step: int,
     max_new: int,
+    pooled: int,
     margin: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Swap the best missing blocks for the worst resident ones.
@@ -189,6 +189,7 @@ def select(
         selected_at: `(S, H, C)`, the step at which each resident block last was among the best C candidates.
         step: the present step, written to `selected_at`.
         max_new: most swaps per head.
+        pooled: most swaps of all heads of a sequence together; those that gain most are kept.
 
     Returns:
         The places that change and their new blocks, `(S, H, K)` with K = min(max_new, N, C), `EMPTY` where there is no swap;
@@ -211,114 +212,22 @@ def select(
     paired = worst_first[..., : block.shape[2]]
     floor = held.gather(2, paired)
     accept = (block >= 0) & torch.where(floor < 0, gain > 0, gain > floor + margin)
+    accept = _best(accept, gain - floor.clamp(min=0), pooled)
     stamps = stamps.scatter(2, paired, torch.where(accept, step, stamps.gather(2, paired)))
     return torch.where(accept, paired, EMPTY), torch.where(accept, block, EMPTY), stamps, counts
+
+
+def _best(accept: Tensor, gain: Tensor, count: int) -> Tensor:
+    """Those of `(S, H, K)` accepted swaps that are among the `count` of their sequence that gain most."""
+    sequences, heads, places = accept.shape
+    if count >= heads * places:
+        return accept
+    ranked = gain.masked_fill(~accept, -1.0).flatten(1)
+    best = torch.zeros_like(accept).flatten(1)
+    best.scatter_(1, ranked.topk(count, dim=1).indices, True)
+    return accept & best.view(sequences, heads, places)
 
 
 def _candidates(mass: Tensor, low: Tensor, high: Tensor) -> Tensor:
     number = torch.arange(mass.shape[2], device=mass.device)
     return ((number >= low[:, None]) & (number < high[:, None]))[:, None, :]
-
-
-def minmax_write(bounds: Tensor, pages: Tensor, keys: Tensor) -> None:
-    """Store the smallest and largest value of each key channel: `bounds` is `(num_pages, H, 2, D)`, `keys` `(n, H, B, D)`."""
-    bounds[pages] = torch.stack([keys.amin(2), keys.amax(2)], dim=2).to(bounds.dtype)
-
-
-def minmax_score(bounds: Tensor, pages: Tensor, queries: Tensor, scale: float) -> Tensor:
-    """The largest logit that any key within the bounds could give (Quest, arXiv 2406.10774, section 3.2): `(S, R, Hq, N)`."""
-    sequences, rows, query_heads, head_dim = queries.shape
-    kept = bounds[pages.clamp(min=0)].permute(0, 2, 3, 4, 1).float()
-    kv_heads = kept.shape[1]
-    grouped = (
-        queries.view(sequences, rows, kv_heads, query_heads // kv_heads, head_dim)
-        .permute(0, 2, 1, 3, 4)
-        .reshape(sequences, kv_heads, rows * (query_heads // kv_heads), head_dim)
-    )
-    grouped = grouped.float() * scale
-    logits = grouped.clamp(max=0) @ kept[:, :, 0] + grouped.clamp(min=0) @ kept[:, :, 1]
-    logits = logits.view(sequences, kv_heads, rows, query_heads // kv_heads, pages.shape[1]).permute(0, 2, 1, 3, 4)
-    return logits.reshape(sequences, rows, query_heads, pages.shape[1]).contiguous()
-
-
-def transform_write(
-    codes: Tensor,
-    pages: Tensor,
-    keys: Tensor,
-    mean: Tensor,
-    encode: Tensor,
-    thresholds: Tensor,
-    nibbles: Tensor,
-    shifts: Tensor,
-) -> None:
-    """Encode sealed blocks: `c_j = code((k - mean) @ encode)_j`, packed into nibbles.
-
-    Args:
-        codes: `(num_pages, M, B / 2)` uint8, written. M nibbles per token over all kv heads, those of a head adjacent;
-            the low half of byte `t` belongs to token `t`, the high half to token `t + B / 2`.
-        pages: `(n,)`.
-        keys: `(n, H, B, D)`.
-        mean: `(H, D)`.
-        encode: `(H, D, C)`.
-        thresholds: `(H, C, 15)`, ascending, padded with +inf: a component's code is the number of thresholds below it.
-        nibbles, shifts: `(H, C)`: which nibble holds the component, and at which bit; unused components have no thresholds.
-    """
-    half = keys.shape[2] // 2
-    components = ((keys.float() - mean[:, None]) @ encode).nan_to_num(0.0)
-    code = torch.zeros_like(components, dtype=torch.uint8)
-    for step in range(thresholds.shape[2]):
-        code += components > thresholds[:, None, :, step]
-    shifted = code << shifts[:, None].to(torch.uint8)
-    packed = torch.zeros((keys.shape[0], codes.shape[1], keys.shape[2]), dtype=torch.uint8, device=codes.device)
-    packed.index_add_(1, nibbles.flatten(), shifted.permute(0, 1, 3, 2).flatten(1, 2))
-    codes[pages] = packed[..., :half] | (packed[..., half:] << 4)
-
-
-def transform_score(
-    codes: Tensor,
-    pages: Tensor,
-    queries: Tensor,
-    mean: Tensor,
-    decode: Tensor,
-    levels: Tensor,
-    components: Tensor,
-    offsets: Tensor,
-    scale: float,
-) -> Tensor:
-    """Block logits from transform codes, by one 16-entry table per nibble and query.
-
-    Args:
-        codes: as in `transform_write`.
-        pages: `(S, N)`; `EMPTY` entries give meaningless logits.
-        queries: `(S, R, Hq, D)`.
-        mean: `(H, D)`.
-        decode: `(H, C, D)`: a key is about `mean + level(code) @ decode`.
-        levels: `(M, 16, 4)`: what each value of a nibble says of its (at most 4) components.
-        components: `(M, 4)`: which components those are, counted over `H * C`.
-        offsets: `(H,)`: the first nibble of each head.
-
-    Returns:
-        `(S, R, Hq, N)` in float32.
-    """
-    sequences, rows, query_heads, head_dim = queries.shape
-    num_blocks = pages.shape[1]
-    kv_heads = mean.shape[0]
-    num_nibbles = codes.shape[1]
-    block_size = codes.shape[2] * 2
-    grouped = queries.view(sequences, rows, kv_heads, query_heads // kv_heads, head_dim).float() * scale
-    rotated = torch.einsum("srhgd,hcd->shcrg", grouped, decode)
-    width = rotated.shape[3] * rotated.shape[4]
-    by_component = rotated.reshape(sequences, -1, width)[:, components]
-    tables = torch.einsum("mvj,smjw->smvw", levels, by_component).reshape(-1, width)
-
-    packed = codes[pages.clamp(min=0)]
-    nibble = torch.cat([packed & 15, packed >> 4], dim=3).transpose(2, 3).to(torch.int32)
-    entry = nibble + 16 * torch.arange(num_nibbles, dtype=torch.int32, device=codes.device)
-    entry += (16 * num_nibbles) * torch.arange(sequences, dtype=torch.int32, device=codes.device)[:, None, None, None]
-    tokens = sequences * num_blocks * block_size
-    bags = torch.arange(tokens, dtype=torch.int32, device=codes.device)[:, None] * num_nibbles + offsets.to(torch.int32)
-    logits = F.embedding_bag(entry.flatten(), tables, bags.flatten(), mode="sum")
-    blocks = logits.view(sequences, num_blocks, block_size, kv_heads, width).logsumexp(2)
-    blocks = blocks.view(sequences, num_blocks, kv_heads, rows, query_heads // kv_heads).permute(0, 3, 2, 4, 1)
-    bias = torch.einsum("srhgd,hd->srhg", grouped, mean)
-    return (blocks + bias[..., None]).reshape(sequences, rows, query_heads, num_blocks).contiguous()

@@ -48,7 +48,7 @@ def test_a_quarter_of_the_context_is_close_to_all_of_it(smollm2, name):
     divergence, stats = teacher_forced(model, tokens(tokenizer, name, 2048 + 40), 2048, config)
     assert divergence.mean_kl <= 0.03
     assert divergence.agreement >= 0.85
-    assert stats.most_new_blocks <= config.max_new_blocks
+    assert stats.most_new_blocks <= config.burst_blocks
     assert stats.most_corrected_blocks <= config.correction_blocks
     assert stats.hit_rate > 0.6
 

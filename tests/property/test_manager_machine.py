@@ -187,7 +187,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert config.pool_bytes is None or pool.allocated_bytes <= config.pool_bytes
             assert arena.used_bytes <= config.arena_bytes
             stats = self.manager.stats()
-            assert config.predictor == "oracle" or stats.most_new_blocks <= config.max_new_blocks
+            assert config.predictor == "oracle" or stats.most_new_blocks <= config.burst_blocks
             assert stats.most_corrected_blocks <= config.correction_blocks
 
     def teardown(self):

@@ -24,6 +24,7 @@ def tiny(**changes) -> OasisConfig:
         "window_tokens": 4,
         "max_new_blocks": 2,
         "correction_blocks": 0,
+        "correction_margin": 0.0,
         "swap_margin": 0.0,
         "summary": "minmax",
         "workers": 0,

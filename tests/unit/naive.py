@@ -97,7 +97,7 @@ def top_missing(mass, resident, low, high, count):
     return result
 
 
-def select(mass, resident, selected_at, low, high, step, max_new, margin):
+def select(mass, resident, selected_at, low, high, step, max_new, pooled, margin):
     """The resident blocks and their stamps afterwards, both `(S, H, C)`, and the counts `(S, 2)`."""
     sequences, heads, blocks = mass.shape
     places = resident.shape[2]
@@ -105,6 +105,7 @@ def select(mass, resident, selected_at, low, high, step, max_new, margin):
     counts = torch.zeros((sequences, 2), dtype=torch.int64)
     missing = top_missing(mass, resident, low, high, min(max_new, places))
     for s in range(sequences):
+        swaps = []
         for h in range(heads):
             score = mass[s, h].tolist()
             candidates = sorted((score[n] for n in range(blocks) if low[s] <= n < high[s]), reverse=True)
@@ -119,6 +120,8 @@ def select(mass, resident, selected_at, low, high, step, max_new, margin):
             worst = sorted(range(places), key=lambda place: (held[place], int(stamps[s, h, place]), place))
             for place, (block, gain) in zip(worst, missing[s * heads + h], strict=False):
                 if (gain > 0) if held[place] < 0 else (gain > held[place] + margin):
-                    after[s, h, place] = block
-                    stamps[s, h, place] = step
+                    swaps.append((gain - max(held[place], 0.0), h, place, block))
+        for _, h, place, block in sorted(swaps, key=lambda swap: -swap[0])[:pooled]:
+            after[s, h, place] = block
+            stamps[s, h, place] = step
     return after, stamps, counts

@@ -25,6 +25,14 @@ def _transform(writing):
     return book.codes(3, 4), pages[None], torch.randn(1, 3, 4, 8), *book.score_arguments(), 0.5
 
 
+def _bounds4(pages, heads=2):
+    return torch.randint(256, (pages, heads, 2, 4), dtype=torch.uint8), torch.rand(pages, heads, 2, 2).half()
+
+
+def _codes2(pages, heads=2):
+    return torch.randint(256, (pages, heads, 4, 2), dtype=torch.uint8)
+
+
 def _arguments():
     torch.manual_seed(0)
     attention = make_case()
@@ -37,9 +45,19 @@ def _arguments():
         "exact_logits": (torch.randn(1, 2, 4, 8), pool, torch.tensor([[2, 0, -1]]), 2, 0.5),
         "block_mass": (torch.randn(2, 3, 4, 5), torch.tensor([5, 0]), 2),
         "top_missing": (mass, resident, low, high, 3),
-        "select": (mass, resident, torch.zeros_like(resident), low, high, 7, 1, 0.1),
+        "select": (mass, resident, torch.zeros_like(resident), low, high, 7, 1, 1, 0.1),
         "minmax_write": (torch.zeros(4, 2, 2, 8), torch.tensor([3, 1]), torch.randn(2, 2, 4, 8)),
         "minmax_score": (torch.randn(4, 2, 2, 8), torch.tensor([[3, -1]]), torch.randn(1, 2, 4, 8), 0.5),
+        "minmax4_write": (*_bounds4(4), torch.tensor([3, 1]), torch.randn(2, 2, 4, 8), True),
+        "minmax4_read": (*_bounds4(4), torch.tensor([[3, -1, 0]])),
+        "bit2_write": (_codes2(4), torch.tensor([3, 1]), torch.randn(2, 2, 4, 8), torch.randn(2, 2, 2, 8)),
+        "bit2_score": (
+            _codes2(4).flatten(0, 1),
+            torch.tensor([[[3, -1, 0], [7, 4, 1]]]),
+            torch.randn(1, 2, 3, 2, 8),
+            torch.randn(1, 2, 4, 8),
+            0.5,
+        ),
         "transform_write": _transform(writing=True),
         "transform_score": _transform(writing=False),
     }
@@ -72,8 +90,19 @@ def test_scores_agree_with_their_shape_functions_for_every_grouping_of_heads(kv_
     torch.library.opcheck(ops.exact_logits, (queries, torch.randn(3 * kv_heads, 2, 4, 8), pages, kv_heads, 0.5))
     torch.library.opcheck(ops.minmax_score, (torch.randn(3, kv_heads, 2, 8), pages, queries, 0.5))
     torch.library.opcheck(ops.block_mass, (torch.randn(2, rows, kv_heads * group, 5), torch.tensor([5, 2]), kv_heads))
+    slots = torch.where(pages < 0, -1, pages * kv_heads)[:, None] + torch.arange(kv_heads)[:, None]
+    bounds = torch.randn(2, kv_heads, 3, 2, 8)
+    torch.library.opcheck(ops.bit2_score, (_codes2(3, kv_heads).flatten(0, 1), slots, bounds, queries, 0.5))
     book = make_book(torch.tensor([[4.0, 2.0, 1.0, 0.5]]).expand(kv_heads, -1), 2 * kv_heads, 8)
     torch.library.opcheck(ops.transform_score, (book.codes(3, 4), pages, queries, *book.score_arguments(), 0.5))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 2, 2)])
+def test_bounds_agree_with_their_shape_function_for_every_table(shape):
+    codes, ranges = _bounds4(3)
+    rows = torch.randint(-1, 3, shape)
+    torch.library.opcheck(ops.minmax4_read, (codes, ranges, rows))
+    torch.library.opcheck(ops.minmax4_read, (codes.flatten(0, 1), ranges.flatten(0, 1), rows))
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 3), (3, 1)])
@@ -84,10 +113,11 @@ def test_attention_agrees_with_its_shape_function_for_one_row(kv_heads, group):
     torch.library.opcheck(ops.paged_attention, (queries, pool, *tables, 0.5))
 
 
+@pytest.mark.parametrize("pooled", [0, 99])
 @pytest.mark.parametrize("max_new", [0, 2, 9])
-def test_select_agrees_with_its_shape_function_at_the_ends_of_its_width(max_new):
+def test_select_agrees_with_its_shape_function_at_the_ends_of_its_width(max_new, pooled):
     mass, resident, low, high = _tables()
-    arguments = (mass, resident, torch.zeros_like(resident), low, high, 7, max_new, 0.1)
+    arguments = (mass, resident, torch.zeros_like(resident), low, high, 7, max_new, pooled, 0.1)
     torch.library.opcheck(torch.ops.oasiskv.select.default, arguments)
 
 

@@ -6,13 +6,13 @@ from oasiskv import ops
 from . import naive
 
 
-def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, margin=0.0):
+def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, margin=0.0, pooled=99):
     """One sequence, one head: lists in, `(resident, stamps, counts)` lists out, with the swaps applied."""
     mass = torch.tensor(mass)[None, None]
     resident = torch.tensor(resident)[None, None]
     stamps = torch.zeros_like(resident) if selected_at is None else torch.tensor(selected_at)[None, None]
     bounds = torch.tensor([low]), torch.tensor([mass.shape[2] if high is None else high])
-    places, blocks, stamps, counts = ops.select(mass, resident, stamps, *bounds, step, max_new, margin)
+    places, blocks, stamps, counts = ops.select(mass, resident, stamps, *bounds, step, max_new, pooled, margin)
     return apply(resident, places, blocks)[0, 0].tolist(), stamps[0, 0].tolist(), counts[0].tolist()
 
 
@@ -41,10 +41,10 @@ def test_select_equals_the_loop(seed):
     stamps = torch.randint(0, 5, resident.shape, generator=generator)
     low = torch.randint(0, 3, (3,), generator=generator)
     high = torch.randint(0, blocks + 1, (3,), generator=generator)
-    margin = 0.25 * number(0, 2)
-    found_places, found_blocks, found_stamps, counts = ops.select(mass, resident, stamps, low, high, 7, max_new, margin)
+    margin, pooled = 0.25 * number(0, 2), number(0, 7)
+    found_places, found_blocks, found_stamps, counts = ops.select(mass, resident, stamps, low, high, 7, max_new, pooled, margin)
     assert found_places.shape == found_blocks.shape == (3, 2, min(max_new, blocks, places))
-    after, expected_stamps, expected_counts = naive.select(mass, resident, stamps, low, high, 7, max_new, margin)
+    after, expected_stamps, expected_counts = naive.select(mass, resident, stamps, low, high, 7, max_new, pooled, margin)
     assert torch.equal(apply(resident, found_places, found_blocks), after)
     assert torch.equal(found_stamps, expected_stamps)
     assert torch.equal(counts, expected_counts)
@@ -52,6 +52,21 @@ def test_select_equals_the_loop(seed):
 
 def test_the_best_missing_block_replaces_the_worst_resident_one():
     assert run([0.1, 0.2, 0.3, 0.4], [0, 3])[0] == [2, 3]
+
+
+def test_heads_share_what_may_be_loaded_and_the_largest_gains_come_first():
+    mass = torch.tensor([[[0.1, 0.2, 0.9, 0.8], [0.1, 0.2, 0.6, 0.3]]])
+    resident = torch.tensor([[[0, 1], [0, 1]]])
+    bounds = torch.tensor([0]), torch.tensor([4])
+    for pooled, expected in ((0, [[0, 1], [0, 1]]), (1, [[2, 1], [0, 1]]), (2, [[2, 3], [0, 1]]), (3, [[2, 3], [2, 1]])):
+        places, blocks, stamps, _ = ops.select(mass, resident, torch.zeros_like(resident), *bounds, 5, 2, pooled, 0.0)
+        after = apply(resident, places, blocks)
+        assert after[0].tolist() == expected
+        assert ((stamps == 5) >= (after != resident)).all()
+    # Sequences have budgets of their own: a batch gives what its parts give.
+    both = [table.repeat(2, 1, 1) for table in (mass, resident)]
+    places, blocks, _, _ = ops.select(*both, torch.zeros_like(both[1]), *(bound.repeat(2) for bound in bounds), 5, 2, 1, 0.0)
+    assert apply(both[1], places, blocks).tolist() == [[[2, 1], [0, 1]]] * 2
 
 
 def test_a_swap_needs_more_gain_than_the_margin():
@@ -147,6 +162,6 @@ def test_top_missing_ignores_residents_beyond_the_blocks():
 def test_nothing_is_written():
     mass, resident, stamps = torch.rand(1, 1, 6), torch.tensor([[[0, -1]]]), torch.tensor([[[3, 4]]])
     before = mass.clone(), resident.clone(), stamps.clone()
-    ops.select(mass, resident, stamps, torch.tensor([0]), torch.tensor([6]), 9, 2, 0.0)
+    ops.select(mass, resident, stamps, torch.tensor([0]), torch.tensor([6]), 9, 2, 2, 0.0)
     ops.top_missing(mass, resident, torch.tensor([0]), torch.tensor([6]), 2)
     assert all(torch.equal(old, new) for old, new in zip(before, (mass, resident, stamps), strict=True))

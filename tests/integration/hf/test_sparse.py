@@ -36,7 +36,7 @@ def test_every_way_of_generating(family, way):
         stats = cache.stats()
         assert text.shape[1] > ids.shape[1]
         assert stats.sparse_sequences == stats.sequences > 0
-        assert stats.most_new_blocks <= NARROW.max_new_blocks
+        assert stats.most_new_blocks <= NARROW.burst_blocks
         assert 0 < stats.hit_rate <= 1
         assert 0 < stats.coverage <= 1
         assert stats.pool_bytes < stats.full_kv_bytes
