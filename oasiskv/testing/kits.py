@@ -50,7 +50,7 @@ class KeySummaryTests:
             for layer in range(shape.num_layers):
                 summary.observe(layer, self.queries[layer], torch.arange(_ROWS))
             flat = self.keys.transpose(1, 2).flatten(2, 3).float()
-            summary.fit(KeySample(layer, flat[layer]) for layer in range(shape.num_layers))
+            summary.fit(KeySample(layer, flat[layer], torch.arange(flat.shape[2])) for layer in range(shape.num_layers))
         summary.reserve(_PAGES)
         for layer in range(shape.num_layers):
             summary.write(layer, torch.arange(_PAGES), self.keys[layer])

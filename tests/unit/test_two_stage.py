@@ -78,8 +78,8 @@ def test_padding_takes_no_candidate_from_a_block():
     queries = queries[:, :2].contiguous()
     listed = [9, 4, 30, 17, 2, 40, 1, 11, 21, 31, 41, 7, 27][:CANDIDATES]
     assert len(listed) == CANDIDATES
-    pages = torch.full((1, 14), -1)
-    places = [0, 2, 3, 7, 12, 13]
+    pages = torch.full((1, 30), -1)
+    places = [0, 2, 3, 7, 12, 13, 17, 18, 19, 23, 25, 28, 29]
     pages[0, places] = torch.tensor(listed)
     scores = both.score(0, queries, pages, 0.25)
     torch.testing.assert_close(scores[..., places], fine.score(0, queries, torch.tensor([listed]), 0.25), rtol=1e-4, atol=1e-4)
