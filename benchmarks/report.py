@@ -45,11 +45,17 @@ def machine() -> str:
     return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def run(name: str, description: str, measure: Callable[[argparse.Namespace], Iterator[Row]]) -> int:
+def run(
+    name: str,
+    description: str,
+    measure: Callable[[argparse.Namespace], Iterator[Row]],
+    more_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
+) -> int:
     """Parse the options, measure, print. The exit code is 1 if a row misses its bar."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--quick", action="store_true", help="fewer tokens: a check, not a figure to quote")
+    more_options(parser)
     options = parser.parse_args()
     rows = []
     if not options.json:
@@ -58,7 +64,7 @@ def run(name: str, description: str, measure: Callable[[argparse.Namespace], Ite
         rows.append(row)
         if not options.json:
             mark = "ok" if row.ok else "MISSED"
-            print(f"  {row.what:<68} {row.value:>10.4g} {row.unit:<10} {row.bar:<12} {mark}", flush=True)
+            print(f"  {row.what:<78} {row.value:>10.4g} {row.unit:<10} {row.bar:<12} {mark}", flush=True)
         else:
             print(f"{row.id}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
     if options.json:

@@ -2,102 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from oasiskv import OasisConfig
-from oasiskv.testing.retrieval import Document
+from oasiskv.testing.retrieval import Document, Item
 
-from .binding import cache_keyword
-from .cache import OasisCache
-
-_Asked = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tokens of questions and of their answers, `(1, num_tokens)`."""
+from .replay import Prompt, full_attention, read_prompt, replay
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether an item was got, by full attention and by the working set.
+    """Whether an item was got, by full attention and by working sets.
 
     Attributes:
         kind, depth: of the item.
         length: tokens of its document.
-        full, sparse: whether every token of the answer was the most likely one, the true ones before it given.
+        full: whether every token of the answer was the most likely one, the true ones before it given.
+        sparse: the same under each configuration, by name.
     """
 
     kind: str
     length: int
     depth: float
     full: bool
-    sparse: bool
+    sparse: dict[str, bool]
 
 
 def measure_retrieval(
     model: PreTrainedModel,
     tokenizer: Any,  # noqa: ANN401 - tokenizers share no typed base
-    config: OasisConfig,
+    configs: Mapping[str, OasisConfig],
     documents: Iterable[Document],
     progress: Callable[[Outcome], None] = lambda _: None,
-    chunk: int = 4096,
 ) -> list[Outcome]:
-    """Read each document once per cache, without its questions, and ask them one after the other.
+    """Read each document once, without its questions, and ask each as if it were the only one.
 
-    A forward of several tokens attends to everything, so questions are fed to the working set token by token, as if the model
-    had written them: what is not resident must be found. `crop` removes a question before the next one. The blocks that it had
-    selected stay selected, as between the turns of a conversation.
+    A forward of several tokens attends to everything, so a question is decoded token by token, as if the model had written it: what
+    is not resident when the document ends must be found while the question is read. The steps are replayed (`oasiskv.replay`).
 
     Args:
-        model: with full attention in every layer; sliding layers cannot be cropped behind their window.
+        model: any that an `OasisCache` serves.
         tokenizer: of the model.
-        config: of the working set.
+        configs: of the working sets, by name; all of one block size.
         documents: see `oasiskv.testing.retrieval.documents`.
-        progress: gets each outcome. Those of a document come one after the other, once its questions are all answered.
-        chunk: most tokens of a document in one forward.
+        progress: gets each outcome.
     """
     outcomes = []
-    with torch.no_grad():
-        for document in documents:
-            ids = _encoded(tokenizer, model, document.text, special=True)
-            asked = [
-                (_encoded(tokenizer, model, item.question), _encoded(tokenizer, model, item.answer)) for item in document.items
-            ]
-            full = list(_full(model, ids, asked, chunk))
-            sparse = list(_sparse(model, ids, asked, chunk, config))
-            for item, full_got, sparse_got in zip(document.items, full, sparse, strict=True):
-                outcomes.append(Outcome(item.kind, ids.shape[1], item.depth, full_got, sparse_got))
-                progress(outcomes[-1])
+    first = next(iter(configs.values()))
+    summaries = sorted({config.summary for config in configs.values()})
+    for document in documents:
+        ids = _encoded(tokenizer, model, document.text, special=True)
+        prompt = read_prompt(model, ids[:, :-1], summaries, first)
+        for item in document.items:
+            outcomes.append(_ask(model, tokenizer, configs, prompt, ids[:, -1:], item))
+            progress(outcomes[-1])
     return outcomes
+
+
+def _ask(
+    model: PreTrainedModel,
+    tokenizer: Any,  # noqa: ANN401 - as above
+    configs: Mapping[str, OasisConfig],
+    prompt: Prompt,
+    last: torch.Tensor,
+    item: Item,
+) -> Outcome:
+    question, answer = (_encoded(tokenizer, model, text) for text in (item.question, item.answer))
+    rows = torch.cat([last, question, answer[:, :-1]], dim=1)
+
+    def got(log_probabilities: torch.Tensor) -> bool:
+        return torch.equal(log_probabilities[:, -answer.shape[1] :].argmax(-1), answer)
+
+    return Outcome(
+        item.kind,
+        prompt.length + 1,
+        item.depth,
+        got(full_attention(model, [prompt], rows)),
+        {name: got(replay(model, [prompt], rows, config).log_probabilities) for name, config in configs.items()},
+    )
 
 
 def _encoded(tokenizer: Any, model: PreTrainedModel, text: str, special: bool = False) -> torch.Tensor:  # noqa: ANN401 - as above
     ids: torch.Tensor = tokenizer(text, return_tensors="pt", verbose=False, add_special_tokens=special).input_ids
     return ids.to(model.device)
-
-
-def _full(model: PreTrainedModel, ids: torch.Tensor, asked: _Asked, chunk: int) -> Iterator[bool]:
-    """Full attention needs one forward per question."""
-    held = DynamicCache(config=model.config.get_text_config(decoder=True))
-    keyword = cache_keyword(model)
-    for piece in ids.split(chunk, dim=1):
-        model(piece, **{keyword: held}, logits_to_keep=1)
-    for question, answer in asked:
-        tokens = torch.cat([question, answer[:, :-1]], dim=1)
-        logits = model(tokens, **{keyword: held}, logits_to_keep=answer.shape[1]).logits
-        yield torch.equal(logits.argmax(-1), answer)
-        held.crop(-tokens.shape[1])
-
-
-def _sparse(model: PreTrainedModel, ids: torch.Tensor, asked: _Asked, chunk: int, config: OasisConfig) -> Iterator[bool]:
-    """The working set is looked up in forwards of one token only."""
-    with OasisCache.for_model(model, config) as cache:
-        for piece in ids.split(chunk, dim=1):
-            model(piece, **{cache.keyword: cache}, logits_to_keep=1)
-        for question, answer in asked:
-            tokens = torch.cat([question, answer[:, :-1]], dim=1)
-            picked = [model(token, **{cache.keyword: cache}).logits[:, -1].argmax(-1) for token in tokens.split(1, dim=1)]
-            yield torch.equal(torch.stack(picked[-answer.shape[1] :], dim=1), answer)
-            cache.crop(-tokens.shape[1])
