@@ -25,10 +25,10 @@ class OasisConfig:
         window_tokens: most recent tokens that always stay, rounded up to blocks.
         max_new_blocks: most blocks loaded into the pool per kv head and step, on average over the heads of a sequence in one
             layer. Needs come in bursts, so a single head may take up to four times as many.
-        correction_blocks: most missing blocks that the exact query of the step may add at attention time, read in place
-            from the arena. 0 turns correction off.
-        correction_margin: attention mass that a missing block must hold to be read in place. Both margins are shares of the mean
-            mass of a selected block, `1 / selected_blocks` per query head.
+        correction_blocks: most missing blocks, per query row, that the exact queries of the step may add at attention time,
+            read in place from the arena. 0 turns correction off.
+        correction_margin: attention mass that a missing block must hold to be read in place. Both margins are shares of the
+            mean mass of a selected block, `1 / selected_blocks` per query head.
         swap_margin: attention mass that a missing block must gain over the resident one it replaces.
         dense_threshold: tokens up to which a sequence keeps its whole KV on the device; `None` means `budget_tokens`.
         summary: name of the key summary that ranks blocks (entry-point group `oasiskv.key_summaries`).

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import layout, ops
-from .predictors.lookahead import mean_over_rows
+from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import LayerIndex, Refresh, SparseRows
 from .room import trim
 from .sequence import Phase, Sequence
@@ -213,7 +213,7 @@ class DecodeRows:
             layer,
             index,
             lambda: predictor.guess(layer, padded, positions.clamp(min=0), rows),
-            self._expected,
+            likely_rows(self._expected),
             self._high,
         )
         self._manager.tickets[layer] = self._manager.scheduler.submit(work)
@@ -232,11 +232,12 @@ class DecodeRows:
             self._rooms.counters.add(late_layers=1, late_blocks=late.pending_blocks())
 
     def _correct(self, index: LayerIndex, queries: torch.Tensor, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks that the exact query misses most, to be read from the arena: `(S, H, m)` blocks and slots."""
+        """Blocks that the exact queries miss most, to be read from the arena: `(S, H, m)` blocks and slots."""
         assert self._sparse is not None
         config, shape = self._rooms.config, self._rooms.shape
-        mass = mean_over_rows(index.summary_mass(queries), self._expected)
-        blocks, gain = ops.top_missing(mass, selected, self._low, self._high, config.correction_blocks)
+        mass = need_over_rows(index.summary_mass(queries), self._expected)
+        count = config.correction_blocks * queries.shape[1]
+        blocks, gain = ops.top_missing(mass, selected, self._low, self._high, count)
         blocks = torch.where(gain > config.correction_gain * shape.group_size, blocks, EMPTY)
         read = (blocks >= 0).sum(2)
         self._rooms.counters.add(corrected_blocks=read.sum())
@@ -261,7 +262,7 @@ class DecodeRows:
 
     def _refresh_now(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """A foreground predictor chooses this step's own working set, without a cap."""
-        work = self._refresh(layer, index, lambda: queries, self._expected, self._high)
+        work = self._refresh(layer, index, lambda: queries, likely_rows(self._expected), self._high)
         work.predict()
         work.select()
         work.mark()

@@ -2,8 +2,8 @@
 
 When the tokens are known in advance, everything a layer needs from all steps of a text is there once the layer below has run,
 so all steps go through the model in one forward, and texts of one length side by side. Only the choice of the working set goes
-step by step. The choices are made by the same summaries, predictors and ops as in a `Step`, on keys and values that stay whole on
-the device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
+step by step. The choices are made by the same summaries, predictors and ops as in a `Step`, on keys and values that stay whole
+on the device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from . import ops
 from .abc import KeySummary, Predictor
 from .config import OasisConfig
-from .predictors.lookahead import mean_over_rows
+from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import replaced
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
@@ -235,7 +235,7 @@ class Replay:
             own = slice(rows.starts[step], rows.starts[step + 1])
             before, after = rows.lengths[step], rows.lengths[step + 1]
             if early:
-                weights = self._expected[step]
+                weights = likely_rows(self._expected[step])
             else:
                 weights = rows.kept[own].float()
                 selected.append(resident)
@@ -294,14 +294,19 @@ class Replay:
             return selected.new_empty((texts, steps, heads, 0))
         mass = index.summary_mass(queries)
         by_step = [
-            mean_over_rows(mass[:, start:end], weights.expand(texts, -1))
+            need_over_rows(mass[:, start:end], weights.expand(texts, -1))
             for start, end, weights in zip(rows.starts[:-1], rows.starts[1:], self._expected, strict=True)
         ]
         flat = torch.stack(by_step, 1).flatten(0, 1)
         high = torch.tensor([window_start(config, length) for length in rows.lengths[:-1]], device=flat.device).repeat(texts)
         low = torch.full_like(high, config.sink_blocks)
-        blocks, gain = ops.top_missing(flat, selected.flatten(0, 1), low, high, config.correction_blocks)
-        blocks = torch.where(gain > config.correction_gain * self.shape.group_size, blocks, EMPTY)
+        counts = torch.tensor(rows.starts[1:], device=flat.device) - torch.tensor(rows.starts[:-1], device=flat.device)
+        most = config.correction_blocks * counts.repeat(texts)[:, None, None]
+        blocks, gain = ops.top_missing(flat, selected.flatten(0, 1), low, high, int(most.max()))
+        wanted = (gain > config.correction_gain * self.shape.group_size) & (
+            torch.arange(gain.shape[2], device=gain.device) < most
+        )
+        blocks = torch.where(wanted, blocks, EMPTY)
         return blocks.view(texts, steps, heads, -1)
 
     def _attend(

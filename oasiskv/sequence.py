@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-_ACCEPTANCE_RATE = 0.1
+_ACCEPTANCE_RATE = 0.2
 """Weight of a new step in the moving average of the acceptance."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from oasiskv.abc import KeySample, KeySummary, Predictor
 from oasiskv.errors import InputError
 from oasiskv.prefill import causal_attention
 from oasiskv.replay import History, LayerReport, Replay, Rows
+from oasiskv.types import MAX_STEP_ROWS
 
 from .attention import OasisLength, marked
 from .binding import Binding, cache_keyword
@@ -43,6 +45,7 @@ class Prompt:
         recent: `(RECENT_ROWS, query_heads, head_dim)`.
         summaries: by name, fitted on this prompt.
         stock: the cache layers that the model's other layers use, by model layer.
+        guessable: whether the model makes its queries as `HFProjection` does, which an `OasisCache` checks too.
     """
 
     ids: torch.Tensor
@@ -51,6 +54,7 @@ class Prompt:
     recent: list[torch.Tensor] = field(default_factory=list)
     summaries: dict[str, KeySummary] = field(default_factory=dict)
     stock: dict[int, CacheLayerMixin] = field(default_factory=dict)
+    guessable: bool = True
 
     @property
     def length(self) -> int:
@@ -118,7 +122,7 @@ class _Layer(CacheLayerMixin):
 class _ReplayCache(Cache):
     """A cache for one forward at a time; what its full-attention layers do depends on `mode`."""
 
-    def __init__(self, model: PreTrainedModel, predictor: Predictor | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         layers, full = stock_layers(model)
         self.shape = model_shape(model, len(full))
         for number, index in enumerate(full):
@@ -130,13 +134,23 @@ class _ReplayCache(Cache):
         self.replay: Replay | None = None
         self._scales: dict[int, float] = {}
         self._observers: list[KeySummary] = []
-        projection = HFProjection.of(model, full, self.shape)
+        self._model, self._full = model, full
+        self._projection = HFProjection.of(model, full, self.shape)
         self.stream: ResidualStream | None = None
-        if predictor is not None and projection is not None:
-            predictor.bind(projection)
-            if predictor.uses_hints:
-                self.stream = ResidualStream(model, full, projection, self._show, most_rows=1 << 30)
-                self.stream.checked = True
+
+    def watch(self) -> None:
+        """Check in the first forward whether the model makes its queries as the projection does."""
+        if self._projection is not None:
+            self.stream = ResidualStream(self._model, self._full, self._projection, self._show)
+
+    def bind(self, predictor: Predictor) -> None:
+        """Let a predictor guess by the residual stream, if it wants to and the prompts' check has allowed it."""
+        if self._projection is None or not all(prompt.guessable for prompt in self.prompts):
+            return
+        predictor.bind(self._projection)
+        if predictor.uses_hints:
+            self.stream = ResidualStream(self._model, self._full, self._projection, self._show, most_rows=1 << 30)
+            self.stream.checked = True
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         if self.replay is not None:
@@ -158,6 +172,8 @@ class _ReplayCache(Cache):
         prompt = self.prompts[0]
         queries = query[0].transpose(0, 1)
         if self.length == 0:
+            if self.stream is not None:
+                prompt.guessable &= self.stream.check(layer, queries[-1], queries.shape[0] - 1, self.shape)
             prompt.keys.append(key[0])
             prompt.values.append(value[0])
             prompt.recent.append(queries[-RECENT_ROWS:])
@@ -181,22 +197,34 @@ class _ReplayCache(Cache):
 
 @torch.no_grad()
 def read_prompt(
-    model: PreTrainedModel, ids: torch.Tensor, summaries: Sequences[str], config: OasisConfig, chunk: int = 2048
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    summaries: Sequences[str],
+    config: OasisConfig,
+    chunk: int = 2048,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Prompt:
-    """Read `(1, length)` with full attention; keep what a replay needs, and fit and write the summaries of these names."""
+    """Read `(1, length)` with full attention; keep what a replay needs, and fit and write the summaries of these names.
+
+    `advance` gets the tokens read.
+    """
     cache = _ReplayCache(model)
     prompt = Prompt(ids)
     for name in summaries:
         prompt.summaries[name] = registry.load(registry.KEY_SUMMARIES, name, KeySummary)(cache.shape, config)
     cache.prompts, cache.reading = [prompt], True
+    cache.watch()
     binding = Binding.of(model)
     binding.attach()
     try:
         for piece in ids.split(chunk, dim=1):
             model(piece, **{cache_keyword(model): cache}, logits_to_keep=1)
             cache.length += piece.shape[1]
+            _detach(cache)
+            advance(piece.shape[1])
     finally:
         binding.detach()
+        _detach(cache)
     prompt.stock = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, _Layer)}
     for summary in prompt.summaries.values():
         _digest(prompt, summary, cache.shape, config)
@@ -209,7 +237,10 @@ def _digest(prompt: Prompt, summary: KeySummary, shape: ModelShape, config: Oasi
     sealed = prompt.length // size
     first = config.sink_blocks * size
     if not summary.fitted:
-        summary.fit(KeySample(layer, keys[:, first : sealed * size].float()) for layer, keys in enumerate(prompt.keys))
+        positions = torch.arange(first, sealed * size, device=shape.device)
+        summary.fit(
+            KeySample(layer, keys[:, first : sealed * size].float(), positions) for layer, keys in enumerate(prompt.keys)
+        )
     summary.reserve(sealed)
     pages = torch.arange(sealed, device=shape.device)
     for layer, keys in enumerate(prompt.keys):
@@ -223,9 +254,15 @@ def _forward(model: PreTrainedModel, cache: _ReplayCache, ids: torch.Tensor, pos
         logits: torch.Tensor = model(ids, position_ids=positions[None], **{cache_keyword(model): cache}).logits
     finally:
         binding.detach()
-        if cache.stream is not None:
-            cache.stream.detach()
+        _detach(cache)
     return logits.float()
+
+
+def _detach(cache: _ReplayCache) -> None:
+    """Take the hooks off the model."""
+    if cache.stream is not None:
+        cache.stream.detach()
+        cache.stream = None
 
 
 @torch.no_grad()
@@ -268,7 +305,8 @@ def replay(
         rows, accepted: rows of each step and how many of them stay; one row per step if `None`.
 
     Raises:
-        InputError: prompts that are shorter than the budget or differ in length; rows that do not add up.
+        InputError: prompts that are shorter than the budget or differ in length; rows that do not add up; steps that a manager
+            would not take for decoding; rejected rows in a model whose other layers would take them for text.
     """
     lengths = {prompt.length for prompt in prompts}
     if len(lengths) != 1 or ids.shape[0] != len(prompts):
@@ -279,15 +317,29 @@ def replay(
     counts = list(rows) if rows is not None else [1] * ids.shape[1]
     if sum(counts) != ids.shape[1]:
         raise InputError(f"the steps have {sum(counts)} rows, and ids {ids.shape[1]}")
-    cache_shape = prompts[0].keys[0].device
-    layout = Rows.of(length, counts, list(accepted) if accepted is not None else counts, cache_shape)
+    stay = list(accepted) if accepted is not None else counts
+    _check_steps(counts, stay, hybrid=bool(prompts[0].stock))
+    layout = Rows.of(length, counts, stay, prompts[0].keys[0].device)
     shape = model_shape(model, len(prompts[0].keys))
     predictor = registry.load(registry.PREDICTORS, config.predictor, Predictor)(shape, config)
-    cache = _ReplayCache(model, predictor)
+    cache = _ReplayCache(model)
     cache.take_stock(prompts)
+    cache.bind(predictor)
     for prompt in prompts:
         prompt.summaries[config.summary].config = config
     histories = [prompt.history(config.summary) for prompt in prompts]
     cache.replay = Replay(shape, config, predictor, histories, layout)
     logits = _forward(model, cache, ids, layout.positions)
     return Replayed(logits[:, layout.kept].log_softmax(-1), cache.replay.reports, layout)
+
+
+def _check_steps(rows: list[int], accepted: list[int], hybrid: bool) -> None:
+    if len(rows) != len(accepted):
+        raise InputError(f"rows lists {len(rows)} steps, and accepted {len(accepted)}")
+    for number, (count, stay) in enumerate(zip(rows, accepted, strict=True)):
+        if not 1 <= count <= MAX_STEP_ROWS:
+            raise InputError(f"step {number} has {count} rows; a step that decodes has 1 to {MAX_STEP_ROWS}")
+        if not 1 <= stay <= count:
+            raise InputError(f"step {number} keeps {stay} of its {count} rows; the first row always stays")
+    if hybrid and rows != accepted:
+        raise InputError("the sliding layers of a hybrid model would take rejected rows for text; replay it without")

@@ -42,8 +42,9 @@ def measure_retrieval(
 ) -> list[Outcome]:
     """Read each document once, without its questions, and ask each as if it were the only one.
 
-    A forward of several tokens attends to everything, so a question is decoded token by token, as if the model had written it: what
-    is not resident when the document ends must be found while the question is read. The steps are replayed (`oasiskv.replay`).
+    A forward of several tokens attends to everything, so a question is decoded token by token, as if the model had written it:
+    what is not resident when the document ends must be found while the question is read. The steps are replayed
+    (`oasiskv.replay`).
 
     Args:
         model: any that an `OasisCache` serves.

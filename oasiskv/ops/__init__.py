@@ -26,8 +26,8 @@ _SCHEMAS = {
     "block_mass": "(Tensor logits, Tensor num_blocks, int kv_heads) -> Tensor",
     "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
     "select": (
-        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, int step, int max_new, int pooled, float margin) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, int step, int max_new, int pooled, "
+        "float margin) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "minmax_write": "(Tensor(a!) bounds, Tensor pages, Tensor keys) -> ()",
     "minmax_score": "(Tensor bounds, Tensor pages, Tensor queries, float scale) -> Tensor",

@@ -1,8 +1,8 @@
 """Two stages: a small code on the device proposes blocks, a finer one in host memory decides among them.
 
 `transform` ranks all blocks. Per query row and kv head, the best of them by softmax mass, twice as many as a working set has
-selected places, are scored again by 2-bit codes, and the better logits take the place of the first ones. The finer code costs no
-device memory, and of it only the candidates' rows travel: a fixed number per step, however long the text is.
+selected places, are scored again by 2-bit codes, and the better logits take the place of the first ones. The finer code costs
+no device memory, and of it only the candidates' rows travel: a fixed number per step, however long the text is.
 
 On CUDA this reference waits for the candidates before it gathers their codes, as reading blocks from the arena does.
 """

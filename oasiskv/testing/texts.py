@@ -132,5 +132,5 @@ _SOURCES = {
 QUALITY_TEXTS = {name: source.what for name, source in _SOURCES.items()}
 """Names of the texts that the library's quality is measured on, six kinds of text, and what they are.
 
-Each has at least 45,000 tokens of SmolLM2's tokenizer. `stdlib` depends on Python's version, `headers` on torch's.
+Each has at least 40,000 tokens of SmolLM2's tokenizer. `stdlib` depends on Python's version, `headers` on torch's.
 """

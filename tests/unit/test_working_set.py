@@ -3,9 +3,9 @@ import torch
 
 from oasiskv.working_set import WorkingSets, place_of, window_start
 
-RECENT_ROWS = 4
-
 from .driver import SHAPE, tiny
+
+RECENT_ROWS = 4
 
 
 @pytest.fixture
