@@ -32,6 +32,8 @@ class OasisConfig:
         swap_margin: attention mass that a missing block must gain over the resident one it replaces.
         dense_threshold: tokens up to which a sequence keeps its whole KV on the device; `None` means `budget_tokens`.
         summary: name of the key summary that ranks blocks (entry-point group `oasiskv.key_summaries`).
+        calibration: file of `oasiskv calibrate` from which the summary takes its parameters; `None` fits them on the first
+            texts that turn sparse.
         predictor: name of the predictor (entry-point group `oasiskv.predictors`).
         on_late: what a layer does when its background move is not done: "wait" for it, or "skip" it and count.
         workers: background threads; 0 runs the background work inline, in the caller's thread.
@@ -50,6 +52,7 @@ class OasisConfig:
     swap_margin: float = 0.11
     dense_threshold: int | None = None
     summary: str = "transform"
+    calibration: str | None = None
     predictor: str = "layer-ahead"
     on_late: Literal["wait", "skip"] = "wait"
     workers: int = 1
@@ -69,6 +72,8 @@ class OasisConfig:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{name} is {value!r}; it must be the name of a registered plug-in")
+        if self.calibration is not None and (not isinstance(self.calibration, str) or not self.calibration):
+            raise ConfigError(f"calibration is {self.calibration!r}; it must be the path of a file, or None")
         if not 4 <= self.block_size <= 64 or self.block_size % 2:
             raise ConfigError(f"block_size is {self.block_size}; it must be even and between 4 and 64 (16 is a good start)")
         for name in ("swap_margin", "correction_margin"):

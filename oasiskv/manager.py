@@ -20,6 +20,7 @@ from .pool import Pool
 from .refresh import Rooms
 from .scheduler import InlineScheduler, ThreadScheduler
 from .sequence import Phase, Sequence
+from .settling import refit_outgrown
 from .step import Step
 from .types import ModelShape
 from .working_set import WorkingSets, window_start
@@ -204,6 +205,7 @@ class KVManager:
                 raise InputError(f"num_tokens is {tokens}; a sequence takes part in a step with at least 1 token")
             if not 0 <= draft < tokens:
                 raise InputError(f"num_drafts is {draft} of {tokens} tokens; at least one token must not be a draft")
+        refit_outgrown(self, list(sequences))
         self.step_number += 1
         self._open = Step(self, list(sequences), list(num_tokens), drafts)
         return self._open

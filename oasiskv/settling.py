@@ -55,6 +55,15 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
             _summarise(manager, sequence)
 
 
+def refit_outgrown(manager: KVManager, sequences: list[Sequence]) -> None:
+    """Fit the summary anew if a sparse sequence has grown far beyond what it was fitted on. A pause, at every half more of its
+    length: all sealed keys of the sparse sequences are read and digested again."""
+    longest = max((sequence.length for sequence in sequences if sequence.phase is Phase.SPARSE), default=0)
+    if manager.fitted_length is not None and longest >= _REFIT_GROWTH * manager.fitted_length:
+        manager.drain()
+        _fit(manager, [sequence for sequence in sequences if sequence.phase is Phase.SPARSE])
+
+
 def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySample]:
     # Attention sinks have keys like no other and are always resident: they are no sample of what is ranked.
     first, size = manager.config.sink_blocks, manager.config.block_size

@@ -7,7 +7,7 @@ import sys
 
 from .. import __version__
 from ..errors import OasisError
-from . import evaluate, generate
+from . import calibrate, evaluate, generate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate.add_parser(commands)
     evaluate.add_parser(commands)
+    calibrate.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

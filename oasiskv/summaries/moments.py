@@ -2,8 +2,8 @@
 
 Rotary embedding turns plane i of a vector at position p by the angle p * theta_i. Moments of vectors as they come are those of
 the positions at which they came, and mislead a code that is used at others. So moments are gathered with the rotation undone,
-and put back for positions spread evenly over a range: the mean over all p of a rotated moment has a closed form. With a plane as
-a complex number z, E[z_a conj(z_b)] is multiplied by the mean of exp(i (theta_a - theta_b) p), and E[z_a z_b] by that of
+and put back for positions spread evenly over a range: the mean over all p of a rotated moment has a closed form. Seen as a
+complex number z, E[z_a conj(z_b)] is multiplied by the mean of exp(i (theta_a - theta_b) p), and E[z_a z_b] by that of
 exp(i (theta_a + theta_b) p): geometric series.
 """
 

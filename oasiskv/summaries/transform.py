@@ -23,6 +23,7 @@ from .. import ops
 from ..abc import KeySample, KeySummary
 from ..config import OasisConfig
 from ..types import ModelShape
+from .calibration import Calibration, Moments
 from .growing import grown
 from .moments import rotate_mean, rotate_moment, unrotated
 from .quantizer import MAX_BITS, lloyd_max
@@ -79,6 +80,9 @@ class Transform(KeySummary):
         self._codes: list[torch.Tensor] = []
         turning = torch.zeros(dim) if shape.rotary is None else shape.rotary.turning(dim)
         self._weights = torch.where(turning > FAST_PLANE_ANGLE, FAST_PLANE_WEIGHT, 1.0).to(shape.device)
+        if config.calibration is not None:
+            calibration = Calibration.load(config.calibration, shape)
+            self._build(calibration.layers, 0, calibration.max_tokens)
 
     @property
     def fitted(self) -> bool:
@@ -96,7 +100,23 @@ class Transform(KeySummary):
         self._moments[layer] += weighted.flatten(1, 2).transpose(1, 2) @ grouped.flatten(1, 2)
 
     def fit(self, samples: Iterable[KeySample]) -> None:
-        transforms = [self._transform(sample) for sample in samples]
+        length = 0
+        moments = []
+        for sample in samples:
+            moments.append(self.moments(sample))
+            length = max(length, int(sample.positions.max()) + 1)
+        horizon = int(HORIZON * length)
+        self._build(moments, int(QUERY_START * length), horizon)
+
+    def moments(self, sample: KeySample) -> Moments:
+        """What a fit needs to know of a layer: moments of the sample's keys and of the queries observed so far."""
+        keys = unrotated(sample.keys.transpose(0, 1), sample.positions, self.shape.rotary).transpose(0, 1).double()
+        second = keys.transpose(1, 2) @ keys / keys.shape[1]
+        return Moments(keys.mean(1), second, self._moments[sample.layer].double())
+
+    def _build(self, moments: list[Moments], query_start: int, horizon: int) -> None:
+        """Make the codebooks for keys at positions below `horizon` and queries from `query_start` on."""
+        transforms = [self._transform(layer, query_start, horizon) for layer in moments]
         variances = torch.stack([variance for _, _, _, variance in transforms])
         budget = NIBBLES_PER_HEAD * variances.shape[0] * variances.shape[1]
         layouts = water_fill(variances.cpu(), budget)
@@ -110,18 +130,16 @@ class Transform(KeySummary):
             torch.zeros((pages, layout.num_nibbles, half), dtype=torch.uint8, device=self.shape.device) for layout in layouts
         ]
 
-    def _transform(self, sample: KeySample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _transform(
+        self, moments: Moments, query_start: int, horizon: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean, encoder, decoder and component variances of one layer; the variances are squared logits, up to one factor
         that all layers and heads share, since all have seen the same rows."""
-        rotary, length = self.shape.rotary, int(sample.positions.max()) + 1
-        keys = unrotated(sample.keys.transpose(0, 1), sample.positions, rotary).transpose(0, 1).double()
-        horizon = int(HORIZON * length)
-        mean = rotate_mean(keys.mean(1), rotary, 0, horizon)
-        second = rotate_moment(keys.transpose(1, 2) @ keys / keys.shape[1], rotary, 0, horizon)
-        covariance = second - mean[:, :, None] * mean[:, None]
-        queries = rotate_moment(self._moments[sample.layer].double(), rotary, int(QUERY_START * length), horizon)
+        rotary = self.shape.rotary
+        mean = rotate_mean(moments.key_mean.double(), rotary, 0, horizon)
+        covariance = rotate_moment(moments.key_second.double(), rotary, 0, horizon) - mean[:, :, None] * mean[:, None]
         weights = self._weights.double()
-        metric = queries * weights * weights[:, None]
+        metric = rotate_moment(moments.query_second.double(), rotary, query_start, horizon) * weights * weights[:, None]
         ridge = RIDGE * metric.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
         metric = metric + ridge[:, None, None] * torch.eye(metric.shape[1], dtype=torch.float64, device=metric.device)
         scales, axes = torch.linalg.eigh(metric)

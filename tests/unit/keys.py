@@ -32,7 +32,12 @@ def build(kind: type[KeySummary], keys, queries, pages=None):
     if not summary.fitted:
         for layer in range(SHAPE.num_layers):
             summary.observe(layer, queries[layer], torch.arange(queries.shape[1]))
-        summary.fit(KeySample(layer, keys[layer].transpose(0, 1).flatten(1, 2)) for layer in range(SHAPE.num_layers))
+        summary.fit(
+            KeySample(
+                layer, keys[layer].transpose(0, 1).flatten(1, 2), torch.arange(keys[layer].shape[0] * keys[layer].shape[2])
+            )
+            for layer in range(SHAPE.num_layers)
+        )
     pages = torch.arange(keys.shape[1]) if pages is None else pages
     summary.reserve(int(pages.max()) + 1)
     for layer in range(SHAPE.num_layers):

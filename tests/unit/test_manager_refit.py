@@ -73,3 +73,23 @@ def test_summaries_stay_current_through_decoding_crops_and_forks(workers):
         manager.drain()
         for each in (sequence, child):
             assert summaries_are_current(driver, each)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sequence_that_outgrows_the_fit_in_one_generation_fits_it_anew(workers):
+    with KVManager(SHAPE, tiny(summary="transform", workers=workers)) as manager:
+        driver = Driver(manager)
+        sequence, other = driver.create(60), driver.create(50)
+        driver.run(Part(sequence, 1), Part(other, 1))
+        assert manager.fitted_length == 60
+        before = scores(driver, other, 0)
+        for _ in range(28):
+            driver.decode(sequence)
+        assert manager.fitted_length == 60
+        driver.decode(sequence)  # begins at 89 tokens
+        driver.decode(sequence)  # begins at 90: half more than at the fit
+        assert manager.fitted_length == 90
+        assert not torch.equal(scores(driver, other, 0), before)
+        for each in (sequence, other):
+            assert summaries_are_current(driver, each)
+        driver.check()

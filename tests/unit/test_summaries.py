@@ -112,7 +112,10 @@ def test_transform_is_fitted_by_fit_alone():
     summary = Transform(SHAPE, CONFIG)
     summary.observe(0, queries[0], torch.arange(40))
     assert not summary.fitted
-    summary.fit(KeySample(layer, keys[layer].transpose(0, 1).flatten(1, 2)) for layer in range(SHAPE.num_layers))
+    summary.fit(
+        KeySample(layer, keys[layer].transpose(0, 1).flatten(1, 2), torch.arange(keys[layer].shape[0] * keys[layer].shape[2]))
+        for layer in range(SHAPE.num_layers)
+    )
     assert summary.fitted
     assert MinMax(SHAPE, CONFIG).fitted
 
