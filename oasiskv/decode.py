@@ -179,7 +179,7 @@ class DecodeRows:
         blocks, slots = self._base_blocks, self._base_slots
         arena = arena_slots = arena_blocks = None
         if self._sparse is not None:
-            sparse_queries = padded if self._all_sparse else padded[self._members]
+            sparse_queries = self._gather(padded)
             index = LayerIndex(rooms, layer, self._sparse.pages, self._sparse.num_blocks, scale)
             if rooms.predictor.foreground:
                 self._refresh_now(layer, index, sparse_queries)
@@ -190,10 +190,12 @@ class DecodeRows:
             if rooms.config.correction_blocks and not rooms.predictor.foreground:
                 arena = rooms.arena.layers[layer]
                 arena_blocks, arena_slots = self._correct(index, sparse_queries, selected)
-        output, _ = ops.paged_attention(padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale)
+        output, lse = ops.paged_attention(padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale)
+        if arena_blocks is not None:
+            self._estimate_coverage(index, sparse_queries, torch.cat([selected, self._gather(arena_blocks)], dim=2), lse)
         self._remember(layer, padded)
         if self._sparse is not None and layer in self._hinted:
-            positions = self._positions if self._all_sparse else self._positions[self._members]
+            positions = self._gather(self._positions)
             rooms.predictor.learn(layer, sparse_queries, positions.clamp(min=0), self._sparse.rows)
         elif self._sparse is not None and not rooms.predictor.foreground:
             self._later(layer, index, sparse_queries)
@@ -243,6 +245,25 @@ class DecodeRows:
         self._rooms.counters.add(corrected_blocks=read.sum())
         self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
         return self._spread(blocks), self._spread(self._sparse.arena_slots(blocks))
+
+    def _estimate_coverage(self, index: LayerIndex, queries: torch.Tensor, held: torch.Tensor, lse: torch.Tensor) -> None:
+        """Count the share of attention that fell on what the rows saw: their exact logsumexp `(S, R, query_heads)` of all
+        sequences, against the summary's estimate for the candidates that are not among `held` `(S, H, K)`."""
+        logits = index.summary_logits(queries)
+        number = torch.arange(logits.shape[3], device=logits.device)
+        missing = (number >= self._low[:, None]) & (number < self._high[:, None])
+        missing = missing[:, None].repeat(1, held.shape[1], 1)
+        padded = torch.nn.functional.pad(missing, (0, 1))
+        padded.scatter_(2, torch.where(held >= 0, held, logits.shape[3]), False)
+        unseen = ~padded[..., :-1].repeat_interleave(self._rooms.shape.group_size, 1)[:, None]
+        estimate = torch.logsumexp(logits.masked_fill(unseen, float("-inf")), dim=3)
+        share = torch.sigmoid(self._gather(lse) - estimate)
+        real = self._gather(self._positions) >= 0
+        self._rooms.counters.add(coverage_sum=share[real].mean(), coverage_count=1)
+
+    def _gather(self, table: torch.Tensor) -> torch.Tensor:
+        """The part of a table of all sequences that belongs to the sparse ones."""
+        return table if self._all_sparse else table[self._members]
 
     def _refresh(
         self,

@@ -54,7 +54,8 @@ class Stats:
         arena_bytes: host memory of sealed blocks; `arena_peak_bytes` is the most there was.
         full_kv_bytes: what full attention would keep on the device for the same tokens.
         hit_rate: share of the wanted blocks that were resident when they were wanted.
-        coverage: mean share of attention that fell on the working set, as the summary estimates it.
+        coverage: mean share of attention that fell on what the rows saw; the unseen rest is as the summary estimates it. 1 if
+            nothing was estimated: it needs `correction_blocks`.
         late_blocks: blocks left out because their move was not done; `late_layers` counts the layers that did not wait.
         loaded_blocks, corrected_blocks, stored_blocks: blocks moved to the pool, read in place, and written to the arena.
         moved_bytes_per_token: host-to-device bytes per decoded token: loads and in-place reads.

@@ -40,13 +40,20 @@ class LayerIndex:
         self._pages = pages
         self._num_blocks = num_blocks
         self._scale = scale
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
+        return self._scored(queries)[2]
+
+    def summary_logits(self, queries: torch.Tensor) -> torch.Tensor:
+        """As `KeySummary.score`."""
+        return self._scored(queries)[1]
+
+    def _scored(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._last is None or self._last[0] is not queries:
             logits = self._rooms.summary.score(self._layer, queries, self._pages, self._scale)
-            self._last = (queries, ops.block_mass(logits, self._num_blocks, self._rooms.shape.kv_heads))
-        return self._last[1]
+            self._last = (queries, logits, ops.block_mass(logits, self._num_blocks, self._rooms.shape.kv_heads))
+        return self._last
 
     def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
         kv_heads = self._rooms.shape.kv_heads
@@ -128,7 +135,6 @@ class Refresh:
 
     def select(self) -> None:
         rooms, layer, rows = self._rooms, self.layer, self._sparse.rows
-        group = rooms.shape.group_size
         resident = rooms.sets.selected[layer][rows]
         self.places, self._blocks, self._stamps, counts = ops.select(
             self._mass,
@@ -139,25 +145,10 @@ class Refresh:
             self._step,
             self._max_new,
             self._pooled,
-            rooms.config.swap_gain * group,
+            rooms.config.swap_gain * rooms.shape.group_size,
         )
         self._resident = resident
-        number = torch.arange(self._mass.shape[2], device=self._mass.device)
-        outside = (number >= self._low[:, None]) & (number < self._high[:, None])
-        missing = (self._mass * outside[:, None]).sum(2) - self._held(resident)
-        rooms.counters.add(
-            wanted_blocks=counts[:, 1].sum(),
-            resident_blocks=counts[:, 0].sum(),
-            coverage_sum=(1 - missing.clamp(min=0) / group).mean(),
-            coverage_count=1,
-        )
-
-    def _held(self, resident: torch.Tensor) -> torch.Tensor:
-        """Mass of the candidates that are resident, `(S, H)`."""
-        inside = (resident >= self._low[:, None, None]) & (resident < self._high[:, None, None])
-        inside &= resident < self._mass.shape[2]
-        held = self._mass.gather(2, resident.clamp(min=0, max=self._mass.shape[2] - 1))
-        return (held * inside).sum(2)
+        rooms.counters.add(wanted_blocks=counts[:, 1].sum(), resident_blocks=counts[:, 0].sum())
 
     def mark(self) -> None:
         self._publish(replaced(self._resident, self.places, torch.full_like(self._blocks, EMPTY)))

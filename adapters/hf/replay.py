@@ -1,7 +1,7 @@
 """Known texts through a model in few forwards: a prompt once, then any number of configurations on its continuation.
 
-    with Prompt.read(model, ids[:, :4096], ["transform"], config) as prompt: ...
-    fidelity = replay(model, [prompt], ids[:, 4096:], config)
+    prompt = read_prompt(model, ids[:, :4096], ["transform"], config)
+    replayed = replay(model, [prompt], ids[:, 4096:], config)
 
 See `oasiskv.replay` for what a replay is and what it is not.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import ops
@@ -12,7 +14,7 @@ from .growing import grown
 
 
 class MinMax(KeySummary):
-    """Bounds in the KV's dtype, `2 * head_dim` numbers per block; scores are upper bounds of the block's logits."""
+    """Bounds in the KV's dtype, `2 * head_dim` numbers per block; scores are upper bounds, if all tokens met the bound."""
 
     def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
         super().__init__(shape, config)
@@ -30,7 +32,8 @@ class MinMax(KeySummary):
         ops.minmax_write(self._bounds[layer], pages, keys)
 
     def score(self, layer: int, queries: torch.Tensor, pages: torch.Tensor, scale: float) -> torch.Tensor:
-        return ops.minmax_score(self._bounds[layer], pages, queries, scale)
+        # The bound holds for every token of the block.
+        return ops.minmax_score(self._bounds[layer], pages, queries, scale) + math.log(self.config.block_size)
 
     def device_bytes(self) -> int:
         return sum(bounds.numel() * bounds.itemsize for bounds in self._bounds)

@@ -6,6 +6,8 @@ down and largest values up, so that every key lies within what is kept, and a sc
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import ops
@@ -39,7 +41,7 @@ class MinMaxInt4(KeySummary):
     def score(self, layer: int, queries: torch.Tensor, pages: torch.Tensor, scale: float) -> torch.Tensor:
         bounds = ops.minmax4_read(self._codes[layer], self._ranges[layer], pages.flatten())
         places = torch.arange(pages.numel(), device=pages.device).view(pages.shape)
-        return ops.minmax_score(bounds, places, queries, scale)
+        return ops.minmax_score(bounds, places, queries, scale) + math.log(self.config.block_size)
 
     def device_bytes(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in (*self._codes, *self._ranges))
