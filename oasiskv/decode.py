@@ -240,7 +240,11 @@ class DecodeRows:
         mass = need_over_rows(index.summary_mass(queries), self._expected)
         count = config.correction_blocks * queries.shape[1]
         blocks, gain = ops.top_missing(mass, selected, self._low, self._high, count)
-        blocks = torch.where(gain > config.correction_gain * shape.group_size, blocks, EMPTY)
+        wanted = gain > config.correction_gain * shape.group_size
+        if self._ragged:
+            most = config.correction_blocks * (self._gather(self._positions) >= 0).sum(1)
+            wanted &= torch.arange(gain.shape[2], device=gain.device) < most[:, None, None]
+        blocks = torch.where(wanted, blocks, EMPTY)
         read = (blocks >= 0).sum(2)
         self._rooms.counters.add(corrected_blocks=read.sum())
         self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
@@ -258,8 +262,9 @@ class DecodeRows:
         unseen = ~padded[..., :-1].repeat_interleave(self._rooms.shape.group_size, 1)[:, None]
         estimate = torch.logsumexp(logits.masked_fill(unseen, float("-inf")), dim=3)
         share = torch.sigmoid(self._gather(lse) - estimate)
-        real = self._gather(self._positions) >= 0
-        self._rooms.counters.add(coverage_sum=share[real].mean(), coverage_count=1)
+        real = (self._gather(self._positions) >= 0).float()
+        mean = (share.mean(2) * real).sum() / real.sum()
+        self._rooms.counters.add(coverage_sum=mean, coverage_count=1)
 
     def _gather(self, table: torch.Tensor) -> torch.Tensor:
         """The part of a table of all sequences that belongs to the sparse ones."""

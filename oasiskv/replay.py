@@ -122,13 +122,20 @@ class _Index:
 
     def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
         if self._last is None or self._last[0] is not queries:
-            pages = torch.arange(self._count, device=queries.device)[None]
-            mass = [
-                self._mass(torch.cat([summary.score(self._layer, part, pages, self._scale) for part in _chunks(text[None])], 1))
-                for summary, text in zip(self._summaries, queries, strict=True)
-            ]
+            mass = [self._mass(self._logits(summary, text)) for summary, text in zip(self._summaries, queries, strict=True)]
             self._last = (queries, torch.stack(mass))
         return self._last[1]
+
+    def _logits(self, summary: KeySummary, queries: torch.Tensor) -> torch.Tensor:
+        """`(R, query_heads, head_dim)` to `(1, R, query_heads, N)`. Rows that see the same blocks are scored together."""
+        parts = []
+        counts, sizes = torch.unique_consecutive(self._num_blocks, return_counts=True)
+        for count, rows in zip(counts.tolist(), queries.split(sizes.tolist()), strict=True):
+            pages = torch.arange(count, device=queries.device)[None]
+            for part in _chunks(rows[None]):
+                logits = summary.score(self._layer, part, pages, self._scale)
+                parts.append(torch.nn.functional.pad(logits, (0, self._count - count)))
+        return torch.cat(parts, 1)
 
     def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
         mass = []

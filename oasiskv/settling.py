@@ -17,9 +17,6 @@ from .working_set import window_start
 if TYPE_CHECKING:
     from .manager import KVManager
 
-_REFIT_GROWTH = 1.5
-"""A summary is fitted again for sequences longer than this many times those it was fitted on."""
-
 
 def settle(manager: KVManager, sequences: list[Sequence]) -> None:
     """Choose and load the first working set of sequences that turn sparse; fit the summary if it has not been.
@@ -45,7 +42,7 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     positions that a fit has not seen are coded badly. A new fit writes all summaries anew."""
     longest = max(sequence.length for sequence in sequences)
     summary = manager.rooms.summary
-    if summary.fitted and (manager.fitted_length is None or longest < _REFIT_GROWTH * manager.fitted_length):
+    if summary.fitted and (manager.fitted_length is None or longest < summary.serves * manager.fitted_length):
         return
     summary.fit(_samples(manager, sequences))
     manager.fitted_length = longest
@@ -59,7 +56,7 @@ def refit_outgrown(manager: KVManager, sequences: list[Sequence]) -> None:
     """Fit the summary anew if a sparse sequence has grown far beyond what it was fitted on. A pause, at every half more of its
     length: all sealed keys of the sparse sequences are read and digested again."""
     longest = max((sequence.length for sequence in sequences if sequence.phase is Phase.SPARSE), default=0)
-    if manager.fitted_length is not None and longest >= _REFIT_GROWTH * manager.fitted_length:
+    if manager.fitted_length is not None and longest >= manager.rooms.summary.serves * manager.fitted_length:
         manager.drain()
         _fit(manager, [sequence for sequence in sequences if sequence.phase is Phase.SPARSE])
 

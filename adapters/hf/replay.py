@@ -322,6 +322,10 @@ def replay(
     layout = Rows.of(length, counts, stay, prompts[0].keys[0].device)
     shape = model_shape(model, len(prompts[0].keys))
     predictor = registry.load(registry.PREDICTORS, config.predictor, Predictor)(shape, config)
+    if predictor.prompt_rows > RECENT_ROWS:
+        raise InputError(
+            f"predictor {config.predictor!r} wants the last {predictor.prompt_rows} rows of a prompt; a replay keeps {RECENT_ROWS}"
+        )
     cache = _ReplayCache(model)
     cache.take_stock(prompts)
     cache.bind(predictor)

@@ -33,7 +33,7 @@ def need_over_rows(mass: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """How much some row of a sequence needs each block, `(S, R, H, N)` to `(S, H, N)`: the largest mass, weighted by `(S, R)`.
 
     Times the square root of the expected number of tokens: a block read for several tokens costs each of them less, and a lower
-    need is worth it. The root was found by measuring (`benchmarks.quality`).
+    need is worth it. That it is the root was found by trying.
     """
     if mass.shape[1] == 1:
         return mass[:, 0]

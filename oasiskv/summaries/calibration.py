@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class Calibration:
             )
         return Calibration(layers, max_tokens)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write an `.npz` file."""
         mean, keys, queries = (
             torch.stack([getattr(layer, name) for layer in self.layers]).float().cpu().numpy()
@@ -66,7 +67,7 @@ class Calibration:
             np.savez(file, format=_FORMAT, max_tokens=self.max_tokens, key_mean=mean, key_second=keys, query_second=queries)
 
     @staticmethod
-    def load(path: str | Path, shape: ModelShape) -> Calibration:
+    def load(path: str | PathLike[str], shape: ModelShape) -> Calibration:
         """Read what `save` wrote, for a model of this shape.
 
         Raises:
@@ -80,12 +81,13 @@ class Calibration:
             names = ("key_mean", "key_second", "query_second")
             arrays = [torch.from_numpy(found[name]).to(shape.device) for name in names]
             max_tokens = int(found["max_tokens"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise ConfigError(
                 f"calibration is {str(path)!r}, which cannot be read: {error}; make one with `oasiskv calibrate`"
             ) from error
         expected = (shape.num_layers, shape.kv_heads, shape.head_dim)
-        if arrays[0].shape != expected:
+        square = (*expected, shape.head_dim)
+        if [tuple(array.shape) for array in arrays] != [expected, square, square]:
             raise ConfigError(
                 f"calibration {str(path)!r} is for {tuple(arrays[0].shape)} layers, kv heads and head_dim, and the model has "
                 f"{expected}; make one for this model with `oasiskv calibrate`"

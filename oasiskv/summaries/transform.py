@@ -89,6 +89,10 @@ class Transform(KeySummary):
         return bool(self._books)
 
     @property
+    def serves(self) -> float:
+        return HORIZON
+
+    @property
     def bytes_per_token(self) -> float:
         return NIBBLES_PER_HEAD / 2
 

@@ -46,6 +46,10 @@ class TwoStage(KeySummary):
     def fitted(self) -> bool:
         return self._coarse.fitted
 
+    @property
+    def serves(self) -> float:
+        return self._coarse.serves
+
     def observe(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
         self._coarse.observe(layer, queries, positions)
 
