@@ -34,6 +34,9 @@ bench: $(VENV)/.test
 models: $(VENV)/.models
 	$(BIN)/python -m benchmarks.models
 
+quality: $(VENV)/.test
+	$(BIN)/python -m benchmarks.quality
+
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 

@@ -1,7 +1,7 @@
 """How close a working set comes to full attention: the real SmolLM2-135M on six kinds of text, and on retrieval tasks.
 
-Texts are teacher-forced: both read the true tokens, and their next-token distributions are compared. `--grid` measures
-summaries, predictors, corrections and budgets beside the defaults, which takes hours; `--plots DIR` draws what was measured.
+Texts are teacher-forced: both read the true tokens, and their next-token distributions are compared. `--only grid`
+measures summaries, predictors, corrections and budgets beside the defaults, which takes hours; `--plots DIR` draws.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     model, tokenizer = load_smollm2()
     table = Table(echo=not options.json)
     quick = options.quick
-    names = QUICK_TEXTS if quick else tuple(texts.QUALITY_TEXTS)
+    names = QUICK_TEXTS if quick else tuple(options.texts or texts.QUALITY_TEXTS)
     parts = options.only or (("short",) if quick else PARTS)
     if "short" in parts:
         short = [("defaults", settings(512)), ("defaults", settings(1024)), *_yardsticks(512)]
@@ -140,8 +140,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         yield from _long_generation(model, tokenizer, table, names[:2])
     if "retrieval" in parts:
         yield from _retrieval(model, tokenizer)
-    if options.grid:
-        for context in (2048, 4096, 8000):
+    if "grid" in parts:
+        for context in options.contexts:
             _texts(model, tokenizer, table, names, context, list(_grid(context)), options)
     if options.cells:
         Path(options.cells).write_text("\n".join(json.dumps(asdict(cell)) for cell in table.cells) + "\n")
@@ -201,7 +201,7 @@ def _texts(
     for name in names:
         if options.json:
             print(f"{name}, {context} tokens of context", file=sys.stderr, flush=True)
-        count, tokens = (2, 32) if options.quick else (options.spans, 64)
+        count, tokens = (2 if context < 8000 else 1, 32) if options.quick else (options.spans, 64)
         spans = Spans.read(model, _tokens(tokenizer, name), context, tokens, count, summaries, settings(512))
         for label, config in configs:
             table.add(Cell.of(name, context, label, config.budget_tokens, spans.measure(config)))
@@ -346,8 +346,9 @@ def _retrieval(model: PreTrainedModel, tokenizer: Any) -> Iterator[Row]:  # noqa
 def options(parser: argparse.ArgumentParser) -> None:
     """More options than every benchmark has."""
     parser.add_argument("--spans", type=int, default=4, help="spans per text (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="measure these parts")
-    parser.add_argument("--grid", action="store_true", help="measure the grid of configurations too")
+    parser.add_argument("--only", nargs="+", choices=(*PARTS, "grid"), help="measure these parts")
+    parser.add_argument("--texts", nargs="+", choices=tuple(texts.QUALITY_TEXTS), help="on these texts (all)")
+    parser.add_argument("--contexts", nargs="+", type=int, default=(2048, 4096, 8000), help="tokens of context of the grid")
     parser.add_argument("--cells", metavar="FILE", help="write every measured cell, a line of JSON each")
     parser.add_argument("--plots", metavar="DIR", help="draw the plots of the documentation")
 
