@@ -121,3 +121,21 @@ def test_the_order_of_the_sequences_in_a_batch_does_not_matter():
         driver.manager.close()
     for first, second in zip(*outputs, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_of_different_rows_reads_for_each_sequence_what_it_reads_alone():
+    outputs, read = [], []
+    for together in (True, False):
+        driver = primed(tiny(correction_blocks=1, max_new_blocks=0))
+        sequences = [driver.create(80), driver.create(100)]
+        parts = [Part(sequences[0], 1), Part(sequences[1], 4, 3, 4)]
+        for part in parts:
+            part.rows = driver.draw(part.tokens)
+        before = driver.manager.stats().corrected_blocks
+        outputs.append(driver.run(*parts) if together else [driver.run(part)[0] for part in parts])
+        read.append(driver.manager.stats().corrected_blocks - before)
+        driver.check()
+        driver.manager.close()
+    for whole, alone in zip(*outputs, strict=True):
+        torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-6)
+    assert read[0] == read[1] > 4
