@@ -4,8 +4,9 @@ Gemma is a hybrid: 3 of its 18 layers have full attention, with one kv head of h
 
 The second model, `wide`, is the same function as SmolLM2, so that its attention is that of a trained model, and it is judged by
 KL like the others. Each of its kv heads holds the keys of two neighbours side by side. What a model that was trained with
-head_dim 128 does not do: a query looks at half of a key only. That is hard on a code of a fixed size, which has to serve both
-halves; bounds lose nothing by it, for `minmax-int4` and `bit2` take twice the bytes that they take for SmolLM2.
+head_dim 128 does not do: a query looks at half of a key only. That is hard on `transform`, which takes 4 bytes per token and
+head on average for every shape, here for both halves together. Bounds lose nothing by it: `minmax-int4` and `bit2` grow with
+head_dim, to 8.5 and 64 bytes here, and 16.5 and 128 for Gemma.
 """
 
 from __future__ import annotations

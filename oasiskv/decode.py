@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import layout, ops
-from .predictors.lookahead import likely_rows, need_over_rows
+from .correction import Correction
+from .predictors.lookahead import likely_rows
 from .refresh import LayerIndex, Refresh, SparseRows
 from .room import trim
 from .sequence import Phase, Sequence
@@ -100,6 +101,7 @@ class DecodeRows:
         self._members = torch.tensor(members, dtype=torch.int64, device=device)
         self._all_sparse = len(members) == len(self.sequences)
         self._sparse: SparseRows | None = None
+        self._correction: Correction | None = None
         self._dense_rows = self._rows
         if not members:
             return
@@ -113,6 +115,9 @@ class DecodeRows:
         self._high = torch.tensor([window_start(config, self.sequences[number].length) for number in members], device=device)
         expected = [self._expectation(number) for number in members]
         self._expected = torch.tensor(expected, dtype=torch.float32, device=device)
+        if config.correction_blocks and not self._rooms.predictor.foreground:
+            real = self._gather(self._positions) >= 0
+            self._correction = Correction(self._rooms, self._sparse, self._expected, real, self._low, self._high)
 
     def _expectation(self, number: int) -> list[float]:
         """How likely each row of a sequence is to be accepted."""
@@ -187,12 +192,13 @@ class DecodeRows:
                 selected = rooms.sets.selected[layer][self._sparse.rows]
             blocks = torch.cat([blocks, self._spread(selected)], dim=2)
             slots = torch.cat([slots, self._spread(torch.where(selected >= 0, self._selected_slots, EMPTY))], dim=2)
-            if rooms.config.correction_blocks and not rooms.predictor.foreground:
+            if self._correction is not None:
                 arena = rooms.arena.layers[layer]
-                arena_blocks, arena_slots = self._correct(index, sparse_queries, selected)
+                read, places = self._correction.read(index, sparse_queries, selected)
+                arena_blocks, arena_slots = self._spread(read), self._spread(places)
         output, lse = ops.paged_attention(padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale)
-        if arena_blocks is not None:
-            self._estimate_coverage(index, sparse_queries, torch.cat([selected, self._gather(arena_blocks)], dim=2), lse)
+        if self._correction is not None:
+            self._correction.count_coverage(index, sparse_queries, torch.cat([selected, read], dim=2), self._gather(lse))
         self._remember(layer, padded)
         if self._sparse is not None and layer in self._hinted:
             positions = self._gather(self._positions)
@@ -232,39 +238,6 @@ class DecodeRows:
         late = ticket.skip()
         if late is not None:
             self._rooms.counters.add(late_layers=1, late_blocks=late.pending_blocks())
-
-    def _correct(self, index: LayerIndex, queries: torch.Tensor, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks that the exact queries miss most, to be read from the arena: `(S, H, m)` blocks and slots."""
-        assert self._sparse is not None
-        config, shape = self._rooms.config, self._rooms.shape
-        mass = need_over_rows(index.summary_mass(queries), self._expected)
-        count = config.correction_blocks * queries.shape[1]
-        blocks, gain = ops.top_missing(mass, selected, self._low, self._high, count)
-        wanted = gain > config.correction_gain * shape.group_size
-        if self._ragged:
-            most = config.correction_blocks * (self._gather(self._positions) >= 0).sum(1)
-            wanted &= torch.arange(gain.shape[2], device=gain.device) < most[:, None, None]
-        blocks = torch.where(wanted, blocks, EMPTY)
-        read = (blocks >= 0).sum(2)
-        self._rooms.counters.add(corrected_blocks=read.sum())
-        self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
-        return self._spread(blocks), self._spread(self._sparse.arena_slots(blocks))
-
-    def _estimate_coverage(self, index: LayerIndex, queries: torch.Tensor, held: torch.Tensor, lse: torch.Tensor) -> None:
-        """Count the share of attention that fell on what the rows saw: their exact logsumexp `(S, R, query_heads)` of all
-        sequences, against the summary's estimate for the candidates that are not among `held` `(S, H, K)`."""
-        logits = index.summary_logits(queries)
-        number = torch.arange(logits.shape[3], device=logits.device)
-        missing = (number >= self._low[:, None]) & (number < self._high[:, None])
-        missing = missing[:, None].repeat(1, held.shape[1], 1)
-        padded = torch.nn.functional.pad(missing, (0, 1))
-        padded.scatter_(2, torch.where(held >= 0, held, logits.shape[3]), False)
-        unseen = ~padded[..., :-1].repeat_interleave(self._rooms.shape.group_size, 1)[:, None]
-        estimate = torch.logsumexp(logits.masked_fill(unseen, float("-inf")), dim=3)
-        share = torch.sigmoid(self._gather(lse) - estimate)
-        real = (self._gather(self._positions) >= 0).float()
-        mean = (share.mean(2) * real).sum() / real.sum()
-        self._rooms.counters.add(coverage_sum=mean, coverage_count=1)
 
     def _gather(self, table: torch.Tensor) -> torch.Tensor:
         """The part of a table of all sequences that belongs to the sparse ones."""

@@ -20,10 +20,8 @@ from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import replaced
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
+from .whole import ROW_CHUNK, WholeIndex, masked_attention
 from .working_set import window_start
-
-_ROW_CHUNK = 128
-"""Query rows whose logits over the whole text are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -108,52 +106,6 @@ class LayerReport:
     coverage: torch.Tensor
 
 
-class _Index:
-    """A `BlockIndex` whose rows see different numbers of blocks: `num_blocks` is `(R,)`."""
-
-    def __init__(
-        self, summaries: list[KeySummary], layer: int, keys: torch.Tensor, num_blocks: torch.Tensor, size: int, scale: float
-    ) -> None:
-        self._summaries, self._layer, self._scale, self._size = summaries, layer, scale, size
-        self._count = int(num_blocks.max())
-        self._keys = keys[:, :, : self._count * size]
-        self._num_blocks = num_blocks
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
-        if self._last is None or self._last[0] is not queries:
-            mass = [self._mass(self._logits(summary, text)) for summary, text in zip(self._summaries, queries, strict=True)]
-            self._last = (queries, torch.stack(mass))
-        return self._last[1]
-
-    def _logits(self, summary: KeySummary, queries: torch.Tensor) -> torch.Tensor:
-        """`(R, query_heads, head_dim)` to `(1, R, query_heads, N)`. Rows that see the same blocks are scored together."""
-        parts = []
-        counts, sizes = torch.unique_consecutive(self._num_blocks, return_counts=True)
-        for count, rows in zip(counts.tolist(), queries.split(sizes.tolist()), strict=True):
-            pages = torch.arange(count, device=queries.device)[None]
-            for part in _chunks(rows[None]):
-                logits = summary.score(self._layer, part, pages, self._scale)
-                parts.append(torch.nn.functional.pad(logits, (0, self._count - count)))
-        return torch.cat(parts, 1)
-
-    def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
-        mass = []
-        for text, keys in zip(queries, self._keys, strict=True):
-            grouped = text.view(text.shape[0], keys.shape[0], -1, text.shape[2])
-            logits = torch.einsum("rhgd,htd->rhgt", grouped.float(), keys.float()).mul_(self._scale)
-            mass.append(self._mass(logits.unflatten(3, (-1, self._size)).logsumexp(4).flatten(1, 2)[None]))
-        return torch.stack(mass)
-
-    def _mass(self, logits: torch.Tensor) -> torch.Tensor:
-        """`(1, R, query_heads, N)` to `(R, kv_heads, N)`."""
-        return ops.block_mass(logits.transpose(0, 1), self._num_blocks, self._keys.shape[1])[:, 0]
-
-
-def _chunks(queries: torch.Tensor) -> list[torch.Tensor]:
-    return [part.contiguous() for part in queries.split(_ROW_CHUNK, dim=1)]
-
-
 class Replay:
     """Some texts of one length through the decode steps of one configuration.
 
@@ -205,7 +157,7 @@ class Replay:
         text = torch.cat([all_keys[:, :, :start], all_keys[:, :, start:][:, :, rows.kept]], 2)
         self._summarise(layer, text)
         num_blocks = torch.tensor(rows.lengths[:-1], device=text.device)[rows.step] // config.block_size
-        index = _Index([history.summary for history in self._histories], layer, text, num_blocks, config.block_size, scale)
+        index = WholeIndex([history.summary for history in self._histories], layer, text, num_blocks, config.block_size, scale)
         selected, loaded = self._choose(layer, queries, index, text, scale)
         corrected = self._correct(queries, index, selected)
         output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3), scale)
@@ -222,7 +174,7 @@ class Replay:
                 history.summary.write(layer, torch.arange(first, end, device=text.device), blocks)
 
     def _choose(
-        self, layer: int, queries: torch.Tensor, index: _Index, text: torch.Tensor, scale: float
+        self, layer: int, queries: torch.Tensor, index: WholeIndex, text: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected blocks of each step, `(B, I, kv_heads, C)`, and how many were new, `(B, I, kv_heads)`."""
         rows, config, predictor = self._rows, self.config, self.predictor
@@ -275,7 +227,7 @@ class Replay:
         for number, history in enumerate(self._histories):
             recent = history.recent[layer][None, -min(self.predictor.prompt_rows, length) :]
             sealed = torch.full(recent.shape[1:2], length // config.block_size, device=text.device)
-            index = _Index([history.summary], layer, text[number : number + 1], sealed, config.block_size, scale)
+            index = WholeIndex([history.summary], layer, text[number : number + 1], sealed, config.block_size, scale)
             mass = self.predictor.score(layer, recent, index)
             first.append(self.predictor.begin(layer, mass, self._members[number : number + 1]))
         score = torch.cat(first)
@@ -293,7 +245,7 @@ class Replay:
             self.predictor.learn(layer, queries[:, start:end], positions, self._members)
         return torch.cat(guesses, 1)
 
-    def _correct(self, queries: torch.Tensor, index: _Index, selected: torch.Tensor) -> torch.Tensor:
+    def _correct(self, queries: torch.Tensor, index: WholeIndex, selected: torch.Tensor) -> torch.Tensor:
         """The blocks that each step reads in place, `(B, I, kv_heads, m)`; see `DecodeRows`."""
         rows, config = self._rows, self.config
         texts, steps, heads = selected.shape[:3]
@@ -328,8 +280,8 @@ class Replay:
         seen = torch.zeros((*blocks.shape[:3], int(number.max()) + 2), dtype=torch.bool, device=keys.device)
         seen.scatter_(3, torch.where(blocks >= 0, blocks, seen.shape[3] - 1), True)
         outputs, coverages = [], []
-        for first in range(0, rows.positions.shape[0], _ROW_CHUNK):
-            own = slice(first, first + _ROW_CHUNK)
+        for first in range(0, rows.positions.shape[0], ROW_CHUNK):
+            own = slice(first, first + ROW_CHUNK)
             step = rows.step[own]
             # Causal in the text, and among the rows of one step; rejected drafts are seen by their own step only.
             same = rows.step == step[:, None]
@@ -339,7 +291,7 @@ class Replay:
             base = (number < config.sink_blocks) | (number >= window[step][:, None])
             for text in range(queries.shape[0]):
                 visible = told[:, None] & (base[:, None] | seen[text, step][..., number])
-                output, coverage = _masked_attention(
+                output, coverage = masked_attention(
                     queries[text, own], keys[text], values[text], told, visible.transpose(0, 1), scale
                 )
                 outputs.append(output)
@@ -351,23 +303,3 @@ class Replay:
             for parts in (outputs, coverages)
         ]
         return joined[0].to(queries.dtype), joined[1]
-
-
-def _masked_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, told: torch.Tensor, visible: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(R, query_heads, head_dim)` over `(kv_heads, K, head_dim)`; `told` is `(R, K)`, `visible` `(kv_heads, R, K)`.
-
-    Returns the output and the share of the told weights that is visible, `(R, query_heads)`.
-    """
-    count, query_heads, head_dim = queries.shape
-    heads = keys.shape[0]
-    grouped = queries.view(count, heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2).float()
-    logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).unflatten(1, (-1, count))
-    whole = logits.masked_fill_(~told, float("-inf")).logsumexp(3)
-    logits.masked_fill_(~visible[:, None], float("-inf"))
-    lse = logits.logsumexp(3)
-    weights = logits.sub_(lse[..., None]).exp_()
-    output = (weights.flatten(1, 2) @ values.float()).unflatten(1, (-1, count))
-    coverage = (lse - whole).exp().permute(2, 0, 1).reshape(count, query_heads)
-    return output.permute(2, 0, 1, 3).reshape(count, query_heads, head_dim), coverage

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from oasiskv import OasisConfig
 from oasiskv.errors import InputError
 
-from .replay import Prompt, Replayed, full_attention, read_prompt, replay
+from .replay import Replayed, full_attention, read_prompt, replay
+from .replay_cache import Prompt
 
 
 @dataclass(frozen=True)

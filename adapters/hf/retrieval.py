@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from oasiskv import OasisConfig
 from oasiskv.testing.retrieval import Document, Item
 
-from .replay import Prompt, full_attention, read_prompt, replay
+from .replay import full_attention, read_prompt, replay
+from .replay_cache import Prompt
 
 
 @dataclass(frozen=True)

@@ -31,23 +31,18 @@ def task(model, length=200):
     return Document("numbers", length, written(ids.tolist()), tuple(items))
 
 
-def test_a_budget_above_the_context_gets_what_full_attention_gets():
+def test_questions_that_full_attention_gets_are_told_from_those_that_it_does_not():
     model = tiny("llama")
+    configs = {
+        "wide": OasisConfig(budget_tokens=192, block_size=8, sink_tokens=8, window_tokens=16, workers=0),
+        "narrow": OasisConfig(budget_tokens=96, block_size=8, sink_tokens=8, window_tokens=16, workers=0, predictor="oracle"),
+    }
     shown = []
-    outcomes = measure_retrieval(
-        model, Numbers(), OasisConfig(budget_tokens=256, block_size=8), [task(model)], shown.append, 64
-    )
-    assert [outcome.full for outcome in outcomes] == [True, False] * 3
-    assert [outcome.sparse for outcome in outcomes] == [True, False] * 3
-    assert [(outcome.kind, outcome.length) for outcome in outcomes] == [("right", 200), ("wrong", 200)] * 3
-    assert shown == outcomes
-
-
-def test_a_small_budget_is_asked_too_and_the_model_is_put_back():
-    model = tiny("llama")
-    config = OasisConfig(budget_tokens=96, block_size=8, sink_tokens=8, window_tokens=16)
     before = model.config._attn_implementation
-    outcomes = measure_retrieval(model, Numbers(), config, [task(model), task(model, 150)])
-    assert len(outcomes) == 12
+    outcomes = measure_retrieval(model, Numbers(), configs, [task(model), task(model, 250)], shown.append)
     assert [outcome.full for outcome in outcomes] == [True, False] * 6
+    assert [outcome.sparse["wide"] for outcome in outcomes[:6]] == [True, False] * 3
+    assert all(set(outcome.sparse) == {"wide", "narrow"} for outcome in outcomes)
+    assert [(outcome.kind, outcome.length) for outcome in outcomes[:6]] == [("right", 200), ("wrong", 200)] * 3
+    assert shown == outcomes
     assert model.config._attn_implementation == before
