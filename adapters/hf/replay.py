@@ -155,7 +155,7 @@ def replay(
     predictor = registry.load(registry.PREDICTORS, config.predictor, Predictor)(shape, config)
     if predictor.prompt_rows > RECENT_ROWS:
         raise InputError(
-            f"predictor {config.predictor!r} wants the last {predictor.prompt_rows} rows of a prompt; replays have {RECENT_ROWS}"
+            f"predictor {config.predictor!r} wants {predictor.prompt_rows} rows of a prompt, and a replay has {RECENT_ROWS}"
         )
     cache = ReplayCache(model)
     cache.take_stock(prompts)
