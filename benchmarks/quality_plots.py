@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,14 +116,13 @@ def _save(figure: Any, path: Path) -> Path:  # noqa: ANN401 - as above
 
 def main() -> None:
     """`python -m benchmarks.quality_plots CELLS... DIR`: draw cells that `benchmarks.quality --cells` wrote."""
-    from .quality import Cell
+    from .quality_tables import read
 
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("cells", nargs="+", type=Path)
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()
-    lines = [line for path in options.cells for line in path.read_text().splitlines()]
-    for path in draw([Cell(**json.loads(line)) for line in lines], options.directory):
+    for path in draw(read(options.cells), options.directory):
         print(path)
 
 

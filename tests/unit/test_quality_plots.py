@@ -1,10 +1,12 @@
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from benchmarks.quality import Cell, Table, settings
 from benchmarks.quality_plots import BYTES, draw
+from benchmarks.quality_tables import by_text, overview, read
 from oasiskv import KVManager, ModelShape, OasisConfig
 
 
@@ -47,3 +49,17 @@ def test_small_budgets_have_small_windows():
     for budget in (128, 256, 512, 2048):
         assert settings(budget).selected_blocks >= 1
     assert settings(512) == dataclasses.replace(OasisConfig(), budget_tokens=512)
+
+
+def test_tables_are_means_over_texts(tmp_path):
+    cells = [cell("defaults", 512, 0.02, "a"), cell("defaults", 512, 0.04, "b"), cell("random", 512, 0.5, "a")]
+    path = tmp_path / "cells.jsonl"
+    path.write_text("\n".join(json.dumps(dataclasses.asdict(each)) for each in cells))
+    assert read([path]) == cells
+    rows = list(overview(cells))
+    assert rows[2] == "| 4,096 | 512 | defaults | 0.0300 (0.0126) | 0.900 | +0.1000 | 1.00 + 0.50 |"
+    assert list(by_text(cells, 4096, 512)) == [
+        "| | a | b | mean |",
+        "|---|---|---|---|",
+        "| defaults | 0.0200 | 0.0400 | 0.0300 |",
+    ]
