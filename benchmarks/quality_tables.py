@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quality_tables CELLS...`: the tables of docs/fidelity.md, from cells that `benchmarks.quality` wrote."""
+"""`python -m benchmarks.quality_tables CELLS...`: tables for docs/fidelity.md, from cells that `benchmarks.quality` wrote."""
 
 from __future__ import annotations
 
