@@ -122,7 +122,7 @@ class Replay:
     ) -> None:
         self.shape, self.config, self.predictor = shape, config, predictor
         self.reports: list[LayerReport] = []
-        self._histories, self._rows = histories, rows
+        self.histories, self.rows = histories, rows
         self._members = torch.arange(len(histories), device=shape.device)
         predictor.reserve_rows(len(histories))
         for row in range(len(histories)):
@@ -136,11 +136,11 @@ class Replay:
     def _expectations(self) -> list[torch.Tensor]:
         """How likely each row of each step was to be accepted, `(R,)` per step; see `DecodeRows`."""
         learner, weights = Sequence(0), []
-        for step in range(self._rows.num_steps):
-            count = self._rows.starts[step + 1] - self._rows.starts[step]
+        for step in range(self.rows.num_steps):
+            count = self.rows.starts[step + 1] - self.rows.starts[step]
             weights.append(torch.tensor([learner.acceptance**row for row in range(count)], device=self.shape.device))
             if count > 1:
-                learner.learn_acceptance(self._rows.lengths[step + 1] - self._rows.lengths[step] - 1, count - 1)
+                learner.learn_acceptance(self.rows.lengths[step + 1] - self.rows.lengths[step] - 1, count - 1)
         return weights
 
     def hint(self, layer: int, hidden: torch.Tensor) -> None:
@@ -150,15 +150,15 @@ class Replay:
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """The next layer's attention: queries `(B, T, query_heads, head_dim)`, keys and values `(B, T, kv_heads, head_dim)`."""
-        layer, rows, config = len(self.reports), self._rows, self.config
-        all_keys = torch.cat([torch.stack([history.keys[layer] for history in self._histories]), keys.transpose(1, 2)], 2)
-        all_values = torch.cat([torch.stack([history.values[layer] for history in self._histories]), values.transpose(1, 2)], 2)
+        layer, rows, config = len(self.reports), self.rows, self.config
+        all_keys = torch.cat([torch.stack([history.keys[layer] for history in self.histories]), keys.transpose(1, 2)], 2)
+        all_values = torch.cat([torch.stack([history.values[layer] for history in self.histories]), values.transpose(1, 2)], 2)
         start = rows.lengths[0]
         text = torch.cat([all_keys[:, :, :start], all_keys[:, :, start:][:, :, rows.kept]], 2)
         self._summarise(layer, text)
         num_blocks = torch.tensor(rows.lengths[:-1], device=text.device)[rows.step] // config.block_size
-        index = WholeIndex([history.summary for history in self._histories], layer, text, num_blocks, config.block_size, scale)
-        selected, loaded = self._choose(layer, queries, index, text, scale)
+        index = WholeIndex([history.summary for history in self.histories], layer, text, num_blocks, config.block_size, scale)
+        selected, loaded = self.choose(layer, queries, index, text, scale)
         corrected = self._correct(queries, index, selected)
         output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3), scale)
         self.reports.append(LayerReport(loaded, (corrected >= 0).sum(3), coverage))
@@ -167,17 +167,17 @@ class Replay:
     def _summarise(self, layer: int, text: torch.Tensor) -> None:
         """Digest the blocks that seal after the prompt; `text` is `(B, kv_heads, tokens, head_dim)`."""
         size = self.config.block_size
-        first, end = self._rows.lengths[0] // size, text.shape[2] // size
-        for history, keys in zip(self._histories, text, strict=True):
+        first, end = self.rows.lengths[0] // size, text.shape[2] // size
+        for history, keys in zip(self.histories, text, strict=True):
             blocks = keys[:, first * size : end * size].unflatten(1, (-1, size)).transpose(0, 1)
             if end > first:
                 history.summary.write(layer, torch.arange(first, end, device=text.device), blocks)
 
-    def _choose(
+    def choose(
         self, layer: int, queries: torch.Tensor, index: WholeIndex, text: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected blocks of each step, `(B, I, kv_heads, C)`, and how many were new, `(B, I, kv_heads)`."""
-        rows, config, predictor = self._rows, self.config, self.predictor
+        rows, config, predictor = self.rows, self.config, self.predictor
         resident = self._begin(layer, text, scale)
         stamps = torch.zeros_like(resident)
         hidden = self._hidden.pop(layer, None)
@@ -200,7 +200,7 @@ class Replay:
                 selected.append(resident)
                 loaded.append(moved)
             high = window_start(config, before if early else after)
-            weights = weights.expand(len(self._histories), -1)
+            weights = weights.expand(len(self.histories), -1)
             score = predictor.aggregate(layer, mass[:, own, :, : before // config.block_size], weights, self._members)
             places, blocks, stamps, _ = ops.select(
                 score,
@@ -222,9 +222,9 @@ class Replay:
 
     def _begin(self, layer: int, text: torch.Tensor, scale: float) -> torch.Tensor:
         """The first selected blocks, `(B, kv_heads, C)`; see `settling`."""
-        config, length = self.config, self._rows.lengths[0]
+        config, length = self.config, self.rows.lengths[0]
         first = []
-        for number, history in enumerate(self._histories):
+        for number, history in enumerate(self.histories):
             recent = history.recent[layer][None, -min(self.predictor.prompt_rows, length) :]
             sealed = torch.full(recent.shape[1:2], length // config.block_size, device=text.device)
             index = WholeIndex([history.summary], layer, text[number : number + 1], sealed, config.block_size, scale)
@@ -239,15 +239,15 @@ class Replay:
 
     def _guess(self, layer: int, hidden: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         guesses = []
-        for start, end in zip(self._rows.starts[:-1], self._rows.starts[1:], strict=True):
-            positions = self._rows.positions[start:end].expand(len(self._histories), -1)
+        for start, end in zip(self.rows.starts[:-1], self.rows.starts[1:], strict=True):
+            positions = self.rows.positions[start:end].expand(len(self.histories), -1)
             guesses.append(self.predictor.guess(layer, hidden[:, start:end], positions, self._members))
             self.predictor.learn(layer, queries[:, start:end], positions, self._members)
         return torch.cat(guesses, 1)
 
     def _correct(self, queries: torch.Tensor, index: WholeIndex, selected: torch.Tensor) -> torch.Tensor:
         """The blocks that each step reads in place, `(B, I, kv_heads, m)`; see `DecodeRows`."""
-        rows, config = self._rows, self.config
+        rows, config = self.rows, self.config
         texts, steps, heads = selected.shape[:3]
         if not config.correction_blocks or self.predictor.foreground:
             return selected.new_empty((texts, steps, heads, 0))
@@ -272,7 +272,7 @@ class Replay:
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the blocks of each step, `(B, I, kv_heads, K)`, and what every row sees anyway."""
-        rows, config = self._rows, self.config
+        rows, config = self.rows, self.config
         start, size = rows.lengths[0], config.block_size
         position = torch.cat([torch.arange(start, device=keys.device), rows.positions])
         number = position // size

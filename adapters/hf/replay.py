@@ -128,12 +128,14 @@ def replay(
     config: OasisConfig,
     rows: Sequences[int] | None = None,
     accepted: Sequences[int] | None = None,
+    kind: Callable[..., Replay] = Replay,
 ) -> Replayed:
     """Decode the continuations of some prompts, all of one length, under one configuration.
 
     Args:
         ids: `(B, T)`, the tokens of all rows, in the order of the steps: rejected drafts too.
         rows, accepted: rows of each step and how many of them stay; one row per step if `None`.
+        kind: makes the replay; for experiments with other ways to choose.
 
     Raises:
         InputError: prompts that are shorter than the budget or differ in length; rows that do not add up; steps that a manager
@@ -163,7 +165,7 @@ def replay(
     for prompt in prompts:
         prompt.summaries[config.summary].config = config
     histories = [prompt.history(config.summary) for prompt in prompts]
-    cache.replay = Replay(shape, config, predictor, histories, layout)
+    cache.replay = kind(shape, config, predictor, histories, layout)
     logits = _forward(model, cache, ids, layout.positions)
     return Replayed(logits[:, layout.kept].log_softmax(-1), cache.replay.reports, layout)
 
