@@ -1,4 +1,4 @@
-"""A transform code of the keys: 4 bytes per token and kv head, close to ranking by the keys themselves.
+"""A transform code of the keys: a 64th of their fp16 K and V, close to ranking by the keys themselves.
 
 What selection needs of a key is the logit that a query will give it, so the code spends its bits where queries look:
 
@@ -29,8 +29,14 @@ from .moments import rotate_mean, rotate_moment, unrotated
 from .quantizer import MAX_BITS, lloyd_max
 from .water_filling import Layout, water_fill
 
-NIBBLES_PER_HEAD = 8
-"""Mean over heads and layers: 32 bits per token and kv head."""
+DIMENSIONS_PER_NIBBLE = 8
+"""A token has one nibble for so many dimensions of a kv head, on average over heads and layers: 4 bytes at head_dim 64.
+
+Larger heads hold more to tell apart: at head_dim 256, 4 bytes are too few (`benchmarks.models`).
+"""
+
+FEWEST_NIBBLES = 8
+"""What small heads have."""
 
 FAST_PLANE_WEIGHT = 0.01
 """Weight in the metric of rotary planes that turn too fast to matter (measured: leaving them out costs nothing)."""
@@ -73,6 +79,7 @@ class Transform(KeySummary):
     def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
         super().__init__(shape, config)
         dim = shape.head_dim
+        self._nibbles_per_head = max(FEWEST_NIBBLES, dim // DIMENSIONS_PER_NIBBLE)
         self._moments = [
             torch.zeros((shape.kv_heads, dim, dim), dtype=torch.float32, device=shape.device) for _ in range(shape.num_layers)
         ]
@@ -94,7 +101,7 @@ class Transform(KeySummary):
 
     @property
     def bytes_per_token(self) -> float:
-        return NIBBLES_PER_HEAD / 2
+        return self._nibbles_per_head / 2
 
     def observe(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
         """Add to the queries' second moment. Weighted by position: the later a query, the more it resembles those to come."""
@@ -122,7 +129,7 @@ class Transform(KeySummary):
         """Make the codebooks for keys at positions below `horizon` and queries from `query_start` on."""
         transforms = [self._transform(layer, query_start, horizon) for layer in moments]
         variances = torch.stack([variance for _, _, _, variance in transforms])
-        budget = NIBBLES_PER_HEAD * variances.shape[0] * variances.shape[1]
+        budget = self._nibbles_per_head * variances.shape[0] * variances.shape[1]
         layouts = water_fill(variances.cpu(), budget)
         self._books = [
             self._book(mean, encode, decode, layout)

@@ -6,7 +6,7 @@ import torch
 from oasiskv.abc import KeySample
 from oasiskv.summaries.growing import grown
 from oasiskv.summaries.minmax import MinMax
-from oasiskv.summaries.transform import NIBBLES_PER_HEAD, Transform
+from oasiskv.summaries.transform import Transform
 from oasiskv.types import Rotary
 
 from .keys import CONFIG, PAGES, SHAPE, build, correlation, exact, low_rank
@@ -76,9 +76,12 @@ def test_bytes_per_token_are_those_of_the_allocation(kind):
     assert measured >= 0.9 * summary.bytes_per_token
 
 
-def test_transform_takes_four_bytes_per_token_and_head():
-    assert NIBBLES_PER_HEAD == 8
-    assert Transform(SHAPE, CONFIG).bytes_per_token == 4.0
+@pytest.mark.parametrize(("head_dim", "expected"), [(16, 4.0), (64, 4.0), (128, 8.0), (256, 16.0)])
+def test_transform_takes_a_64th_of_fp16_keys_and_values(head_dim, expected):
+    shape = dataclasses.replace(SHAPE, head_dim=head_dim)
+    assert Transform(shape, CONFIG).bytes_per_token == expected
+    if head_dim >= 64:
+        assert expected == shape.slot_bytes(1) / shape.dtype.itemsize * 2 / 64
 
 
 def test_minmax_takes_two_rows_per_block():
