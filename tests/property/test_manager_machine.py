@@ -45,6 +45,7 @@ class ManagerMachine(RuleBasedStateMachine):
         config = tiny(max_new_blocks=1, **data.draw(self.settings_drawn))
         self.driver = Driver(KVManager(SHAPE, config))
         self.manager = self.driver.manager
+        self.most_rows = 1
         for tokens in (first, second):
             self.run(Part(self.driver.create(), self.stretch * tokens))
 
@@ -58,6 +59,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for number, tokens, drafts, accepted in drawn:
             drafts = min(drafts, tokens) - 1
             chosen[self.one(number)] = (tokens, drafts, min(tokens, max(tokens - drafts, accepted)))
+        self.most_rows = max(self.most_rows, *(tokens for tokens, _, _ in chosen.values()), 1)
         return [Part(sequence, *sizes) for sequence, sizes in chosen.items()]
 
     def run(self, *plan):
@@ -188,7 +190,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert arena.used_bytes <= config.arena_bytes
             stats = self.manager.stats()
             assert config.predictor == "oracle" or stats.most_new_blocks <= config.burst_blocks
-            assert stats.most_corrected_blocks <= config.correction_blocks
+            assert stats.most_corrected_blocks <= config.correction_blocks * self.most_rows
 
     def teardown(self):
         if hasattr(self, "driver"):
