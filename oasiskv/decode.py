@@ -10,7 +10,7 @@ import torch
 from . import layout, ops
 from .correction import Correction
 from .predictors.lookahead import likely_rows
-from .refresh import LayerIndex, Refresh, SparseRows
+from .refresh import LayerIndex, Refresh, SparseRows, load_limits
 from .room import trim
 from .sequence import Phase, Sequence
 from .settling import reserve_summaries
@@ -252,12 +252,9 @@ class DecodeRows:
         high: torch.Tensor,
     ) -> Refresh:
         assert self._sparse is not None
-        config, number = self._rooms.config, self._manager.step_number
-        most, pooled = config.burst_blocks, config.max_new_blocks * self._rooms.shape.kv_heads
-        if self._rooms.predictor.foreground:  # a yardstick, not a mode: without a cap
-            most = config.selected_blocks
-            pooled = most * self._rooms.shape.kv_heads
-        return Refresh(self._rooms, layer, self._sparse, index, queries, weights, self._low, high, number, most, pooled)
+        rooms, number = self._rooms, self._manager.step_number
+        limits = load_limits(rooms.config, rooms.predictor, rooms.shape.kv_heads)
+        return Refresh(rooms, layer, self._sparse, index, queries, weights, self._low, high, number, *limits)
 
     def _refresh_now(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """A foreground predictor chooses this step's own working set, without a cap."""
@@ -340,18 +337,16 @@ class DecodeRows:
             self._plan_sealing(accepted)
             for layer in range(rooms.shape.num_layers):
                 self._seal(layer)
-        for sequence, new, tokens in zip(self.sequences, self._new_pages, accepted, strict=True):
+        drafted = zip(self._num_tokens, self._num_drafts, strict=True)
+        for sequence, new, tokens, (rows, drafts) in zip(self.sequences, self._new_pages, accepted, drafted, strict=True):
             if new:
                 rooms.sets.set_pages(sequence.row, len(sequence.pages), new)
                 sequence.pages.extend(new)
                 if sequence.phase is Phase.SPARSE:
                     sequence.summarised = len(sequence.pages)
             sequence.length += tokens
-        for sequence, tokens, accepted_tokens, drafts in zip(
-            self.sequences, self._num_tokens, accepted, self._num_drafts, strict=True
-        ):
             if drafts:
-                sequence.learn_acceptance(accepted_tokens - (tokens - drafts), drafts)
+                sequence.learn_acceptance(tokens - (rows - drafts), drafts)
         for layer, (index, queries) in self._waiting.items():
             self._submit_after(layer, index, queries)
 

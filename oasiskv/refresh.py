@@ -61,6 +61,14 @@ class LayerIndex:
         return ops.block_mass(logits, self._num_blocks, kv_heads)
 
 
+def load_limits(config: OasisConfig, predictor: Predictor, kv_heads: int) -> tuple[int, int]:
+    """Most blocks that one head may load, and all heads of a sequence together. A foreground predictor is a yardstick, not a
+    mode: it has no cap but its places."""
+    if predictor.foreground:
+        return config.selected_blocks, config.selected_blocks * kv_heads
+    return config.burst_blocks, config.max_new_blocks * kv_heads
+
+
 @dataclass(frozen=True)
 class SparseRows:
     """The sparse sequences of a step, as tables; fixed for all layers.

@@ -17,7 +17,7 @@ from . import ops
 from .abc import KeySummary, Predictor
 from .config import OasisConfig
 from .predictors.lookahead import likely_rows, need_over_rows
-from .refresh import replaced
+from .refresh import load_limits, replaced
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
 from .whole import ROW_CHUNK, WholeIndex, masked_attention
@@ -184,10 +184,7 @@ class Replay:
         early = predictor.foreground or hidden is not None
         guesses = queries if hidden is None else self._guess(layer, hidden, queries)
         mass = predictor.score(layer, guesses, index)
-        heads = self.shape.kv_heads
-        most, pooled = config.burst_blocks, config.max_new_blocks * heads
-        if predictor.foreground:
-            most, pooled = config.selected_blocks, config.selected_blocks * heads
+        most, pooled = load_limits(config, predictor, self.shape.kv_heads)
         selected, loaded = [], []
         moved = torch.zeros(resident.shape[:2], dtype=torch.int64, device=resident.device)
         for step in range(rows.num_steps):

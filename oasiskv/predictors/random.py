@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..abc import BlockIndex, Predictor
+from .static import Static
 
 
-class Random(Predictor):
+class Random(Static):
     """Scores by a hash of layer, head and block number."""
-
-    def score(self, layer: int, queries: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        return (index.summary_mass(queries) > 0).float()
-
-    def aggregate(self, layer: int, mass: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self.begin(layer, mass, rows)
 
     def begin(self, layer: int, mass: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         exists = mass[:, 0]
