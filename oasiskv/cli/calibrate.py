@@ -24,7 +24,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", required=True, help="directory or hub name of a causal language model, or 'smollm2'")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path, action="append", metavar="FILE", help="a text, UTF-8; may be repeated")
-    source.add_argument("--sample-text", action="append", metavar="NAME", help="a text that Python ships; may be repeated")
+    source.add_argument(
+        "--sample-text", action="append", metavar="NAME", help="an installed text, such as manual; may be repeated"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the calibration, ending in .npz")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens read of each text, from its start (%(default)s)")
     parser.add_argument("--max-tokens", type=int, help="longest text that the code shall serve (the model's longest context)")

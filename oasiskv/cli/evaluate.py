@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--text", type=Path, action="append", metavar="FILE", help="a text, UTF-8; '-' reads standard input; may be repeated"
     )
     source.add_argument(
-        "--sample-text", action="append", metavar="NAME", help="a text that Python ships: manual, argparse, asyncio or typing"
+        "--sample-text", action="append", metavar="NAME", help="a text that is installed here, such as manual or argparse"
     )
     standard = ",".join(map(str, BUDGETS))
     parser.add_argument(

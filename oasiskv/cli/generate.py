@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", required=True, help="directory or hub name of a causal language model, or 'smollm2'")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt-file", type=Path, help="the text to continue, UTF-8; '-' reads standard input")
-    source.add_argument("--sample-text", metavar="NAME", help="a text that Python ships: manual, argparse, asyncio or typing")
+    source.add_argument("--sample-text", metavar="NAME", help="a text that is installed here, such as manual or argparse")
     parser.add_argument("--max-prompt-tokens", type=int, help="keep only this many tokens of the text, from its start")
     parser.add_argument("--question", help="put after the text, and the whole through the model's chat template")
     parser.add_argument(
