@@ -1,0 +1,10 @@
+// The kernels of one code path, one per file of this folder.
+#pragma once
+
+#include "oasiskv.h"
+
+namespace oasis::OASIS_ISA {
+
+float read_slots(const oasis_read_slots_args &);
+
+} // namespace oasis::OASIS_ISA

@@ -1,0 +1,16 @@
+// What this code path offers.
+#include "declarations.h"
+#include "kernels.h"
+
+namespace oasis::OASIS_ISA {
+
+#define OASIS_TEXT_OF(x) #x
+#define OASIS_TEXT(x) OASIS_TEXT_OF(x)
+
+extern const Kernels table;
+const Kernels table{
+    .name = OASIS_TEXT(OASIS_ISA),
+    .read_slots = read_slots,
+};
+
+} // namespace oasis::OASIS_ISA

@@ -1,0 +1,16 @@
+// What each code path offers. The exported functions check their arguments once and call the path that was chosen.
+#pragma once
+
+#include "oasiskv.h"
+
+namespace oasis {
+
+struct Kernels {
+    const char *name;
+    float (*read_slots)(const oasis_read_slots_args &);
+};
+
+// The path in use: the best that this processor runs, or what OASISKV_ISA or oasis_set_isa() says.
+const Kernels &kernels();
+
+} // namespace oasis
