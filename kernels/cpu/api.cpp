@@ -10,6 +10,7 @@ extern "C" size_t oasis_struct_size(int32_t op) {
     switch (op) {
     case OASIS_APPEND_ROWS: return sizeof(oasis_append_rows_args);
     case OASIS_COPY_BLOCKS: return sizeof(oasis_copy_blocks_args);
+    case OASIS_PAGED_ATTENTION: return sizeof(oasis_paged_attention_args);
     case OASIS_READ_SLOTS: return sizeof(oasis_read_slots_args);
     default: return 0;
     }

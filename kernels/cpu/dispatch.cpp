@@ -24,6 +24,11 @@ namespace avx512bf16 {
 extern const Kernels table;
 }
 #endif
+#if defined(OASIS_EMULATE_16_LANES)
+namespace emulated16 {
+extern const Kernels table;
+}
+#endif
 
 namespace {
 
@@ -55,6 +60,9 @@ const Path paths[] = {
     {&avx2::table, has_avx2},
 #endif
     {&portable::table, [] { return true; }},
+#if defined(OASIS_EMULATE_16_LANES)
+    {&emulated16::table, [] { return true; }},
+#endif
 };
 
 const Kernels *find(const char *name) {

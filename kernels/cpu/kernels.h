@@ -7,6 +7,7 @@ namespace oasis {
 
 struct Kernels {
     const char *name;
+    void (*paged_attention)(const oasis_paged_attention_args &);
     float (*read_slots)(const oasis_read_slots_args &);
 };
 

@@ -24,7 +24,7 @@ struct F16 {
 
 namespace oasis::OASIS_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(OASIS_16_LANES)
 inline constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 inline constexpr int kLanes = 8;
@@ -57,7 +57,7 @@ OASIS_INLINE F32 load(const BF16 *from) {
 OASIS_INLINE F32 load(const F16 *from) {
 #if defined(__AVX512F__)
     return reinterpret_cast<F32>(_mm512_cvtph_ps(load_as<__m256i>(from)));
-#elif defined(__F16C__)
+#elif defined(__F16C__) && !defined(OASIS_16_LANES)
     return reinterpret_cast<F32>(_mm256_cvtph_ps(load_as<__m128i>(from)));
 #else
     // Put exponent and mantissa where a float has them, then correct the exponent's bias by a product, exact even for subnormals.
@@ -92,7 +92,7 @@ OASIS_INLINE void store(F16 *to, F32 v) {
 #if defined(__AVX512F__)
     const __m256i half = _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     std::memcpy(to, &half, sizeof half);
-#elif defined(__F16C__)
+#elif defined(__F16C__) && !defined(OASIS_16_LANES)
     const __m128i half = _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
     std::memcpy(to, &half, sizeof half);
 #else
@@ -120,17 +120,28 @@ template <class T> OASIS_INLINE void store_first(T *to, F32 v, int64_t count) {
 OASIS_INLINE F32 larger(F32 a, F32 b) {
 #if defined(__AVX512F__)
     return reinterpret_cast<F32>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(OASIS_16_LANES)
     return reinterpret_cast<F32>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
 #else
     return a > b ? a : b;
 #endif
 }
 
-OASIS_INLINE float largest(F32 v) {
-    float most = v[0];
-    for (int i = 1; i < kLanes; ++i) most = most > v[i] ? most : v[i];
-    return most;
+// Lane i takes lane i ^ distance.
+template <int distance, size_t... lane> OASIS_INLINE F32 across(F32 v, std::index_sequence<lane...>) {
+    return __builtin_shufflevector(v, v, (lane ^ distance)...);
+}
+
+template <int distance = kLanes / 2> OASIS_INLINE float largest(F32 v) {
+    v = larger(v, across<distance>(v, std::make_index_sequence<kLanes>()));
+    if constexpr (distance > 1) return largest<distance / 2>(v);
+    return v[0];
+}
+
+template <int distance = kLanes / 2> OASIS_INLINE float sum(F32 v) {
+    v += across<distance>(v, std::make_index_sequence<kLanes>());
+    if constexpr (distance > 1) return sum<distance / 2>(v);
+    return v[0];
 }
 
 template <int width, size_t... lane> OASIS_INLINE F32 fold(F32 a, F32 b, std::index_sequence<lane...>) {
@@ -148,14 +159,6 @@ template <int width> OASIS_INLINE void fold_all(F32 *v) {
 OASIS_INLINE F32 sums(F32 *v) {
     fold_all<kLanes / 2>(v);
     return v[0];
-}
-
-OASIS_INLINE float sum(F32 v) {
-    float total = 0;
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] += v[i + width];
-    total = v[0];
-    return total;
 }
 
 // 2^x for x <= 0, to 2 ulp; 0 for -inf and wherever the result would be subnormal; NaN stays NaN.

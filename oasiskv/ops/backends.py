@@ -15,10 +15,10 @@ import torch
 
 from ..errors import ConfigError, ReferenceOpsWarning
 from ._library import Library, LibraryUnavailable, load
-from .native import Moves
+from .native import Attention, Moves
 
 VARIABLE = "OASISKV_OPS"
-_GROUPS: tuple[type, ...] = (Moves,)
+_GROUPS: tuple[type, ...] = (Moves, Attention)
 """Each is made with a library and has ops as methods."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import reference
-from ._library import Library
+from ._library import DTYPES, Library
 
 
 def table(name: str, value: Tensor) -> Tensor:
@@ -33,6 +33,22 @@ def require_slots(name: str, value: Tensor) -> None:
     """Raise `InputError` unless `value` is a tensor of slots."""
     if value.dim() != 4 or value.shape[1] != 2:
         raise InputError(f"{name}.shape is {tuple(value.shape)}; it must be (num_slots, 2, block_size, head_dim)")
+
+
+def query_shape(queries: Tensor, head_dim: int, heads_table: Tensor) -> tuple[int, int, int, int]:
+    """Sequences, rows, query heads and kv heads; the last from a table `(S, H, ...)`. Raises `InputError`."""
+    if queries.dim() != 4 or queries.shape[3] != head_dim:
+        raise InputError(f"queries.shape is {tuple(queries.shape)}; it must be (sequences, rows, query_heads, {head_dim})")
+    if heads_table.dim() != 3:
+        raise InputError(f"slots.shape is {tuple(heads_table.shape)}; it must be (sequences, kv_heads, places)")
+    sequences, rows, query_heads, _ = queries.shape
+    kv_heads = heads_table.shape[1]
+    if heads_table.shape[0] != sequences or not kv_heads or query_heads % kv_heads:
+        raise InputError(
+            f"slots.shape is {tuple(heads_table.shape)} and queries.shape {tuple(queries.shape)}; they must be of the same "
+            "sequences, and the query heads a multiple of the kv heads"
+        )
+    return sequences, rows, query_heads, kv_heads
 
 
 class Moves:
@@ -103,3 +119,85 @@ class Moves:
             slot_bytes=2 * source_shape[2] * source_shape[3] * source.itemsize,
         )
         return None if served else reference.copy_blocks(source, target, sources, targets)
+
+
+class Attention:
+    """`paged_attention`."""
+
+    def __init__(self, library: Library) -> None:
+        self._paged_attention = library.call("paged_attention")
+
+    def paged_attention(
+        self,
+        queries: Tensor,
+        pool: Tensor,
+        slots: Tensor,
+        blocks: Tensor,
+        arena: Tensor | None,
+        arena_slots: Tensor | None,
+        arena_blocks: Tensor | None,
+        positions: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """As the reference."""
+        require_slots("pool", pool)
+        num_slots, _, block_size, head_dim = pool.shape
+        sequences, rows, query_heads, kv_heads = query_shape(queries, head_dim, slots)
+        places = slots.shape[2]
+        require_shape("blocks", blocks, (sequences, kv_heads, places), "that of slots")
+        require_shape("positions", positions, (sequences, rows), "(sequences, rows)")
+        arena_pointer = arena_places = num_arena_slots = 0
+        parts = (arena, arena_slots, arena_blocks)
+        if arena is not None and arena_slots is not None and arena_blocks is not None:
+            require_slots("arena", arena)
+            if arena.shape[1:] != pool.shape[1:]:
+                raise InputError(f"a slot of arena is {tuple(arena.shape[1:])}, one of pool {tuple(pool.shape[1:])}")
+            arena_places = arena_slots.shape[-1]
+            require_shape("arena_slots", arena_slots, (sequences, kv_heads, arena_places), "(sequences, kv_heads, places)")
+            require_shape("arena_blocks", arena_blocks, (sequences, kv_heads, arena_places), "that of arena_slots")
+            num_arena_slots, arena_pointer = arena.shape[0], arena.data_ptr()
+            arena_slots, arena_blocks = table("arena_slots", arena_slots), table("arena_blocks", arena_blocks)
+        elif any(part is not None for part in parts):
+            raise InputError("arena, arena_slots and arena_blocks must be given all three or not at all")
+        dtype = DTYPES.get(pool.dtype)
+        dense = pool.is_contiguous() and (arena is None or arena.is_contiguous())
+        alike = queries.dtype is pool.dtype and (arena is None or arena.dtype is pool.dtype)
+        if dtype is None or not dense or not alike:
+            return reference.paged_attention(
+                queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale
+            )
+        queries = queries if queries.stride(3) == 1 else queries.contiguous()
+        slots, blocks, positions = table("slots", slots), table("blocks", blocks), table("positions", positions)
+        output = torch.empty((sequences, rows, query_heads, head_dim), dtype=queries.dtype, device=queries.device)
+        logsumexp = torch.empty((sequences, rows, query_heads), dtype=torch.float32, device=queries.device)
+        strides = queries.stride()
+        served = self._paged_attention(
+            queries=queries.data_ptr(),
+            pool=pool.data_ptr(),
+            slots=slots.data_ptr(),
+            blocks=blocks.data_ptr(),
+            arena=arena_pointer,
+            arena_slots=0 if arena_slots is None else arena_slots.data_ptr(),
+            arena_blocks=0 if arena_blocks is None else arena_blocks.data_ptr(),
+            positions=positions.data_ptr(),
+            output=output.data_ptr(),
+            logsumexp=logsumexp.data_ptr(),
+            sequences=sequences,
+            rows=rows,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            places=places,
+            arena_places=arena_places,
+            num_slots=num_slots,
+            num_arena_slots=num_arena_slots,
+            queries_sequence_stride=strides[0],
+            queries_row_stride=strides[1],
+            queries_head_stride=strides[2],
+            dtype=dtype,
+            scale=scale,
+        )
+        if served:
+            return output, logsumexp
+        return reference.paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale)

@@ -10,6 +10,7 @@ namespace oasis::OASIS_ISA {
 extern const Kernels table;
 const Kernels table{
     .name = OASIS_TEXT(OASIS_ISA),
+    .paged_attention = paged_attention,
     .read_slots = read_slots,
 };
 
