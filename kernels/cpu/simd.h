@@ -39,7 +39,7 @@ using U16 = uint16_t __attribute__((vector_size(2 * kLanes)));
 
 #define OASIS_INLINE [[gnu::always_inline]] inline
 
-OASIS_INLINE F32 broadcast(float x) { return F32{} + x; }
+OASIS_INLINE F32 broadcast(float x) { return x - F32{}; } // not F32{} + x, which is no copy for -0
 OASIS_INLINE I32 broadcast(int32_t x) { return I32{} + x; }
 
 template <class V, class P> OASIS_INLINE V load_as(const P *from) {
@@ -179,6 +179,8 @@ OASIS_INLINE F32 exp2_nonpositive(F32 x) {
     return x == x ? zeroed : x;
 }
 
-OASIS_INLINE void prefetch(const void *address) { __builtin_prefetch(address, 0, 3); }
+// Into the second-level cache: it can wait for more lines at once than the first level can. Measured on Zen 4 with scattered blocks of
+// 8 KiB: 1.5 times the bandwidth of prefetching into the first level, 2.3 times with huge pages.
+OASIS_INLINE void prefetch(const void *address) { __builtin_prefetch(address, 0, 2); }
 
 } // namespace oasis::OASIS_ISA

@@ -13,7 +13,7 @@ namespace oasis::OASIS_ISA {
 namespace {
 
 constexpr int kTile = 32;         // tokens whose logits are kept at once
-constexpr int64_t kAheadBytes = 8192; // of keys and values together, how far prefetching is ahead
+constexpr int64_t kAheadBytes = 16384; // of keys and values together, how far prefetching is ahead
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Tokens of one block that follow each other and that some row sees.

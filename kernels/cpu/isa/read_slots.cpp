@@ -7,7 +7,7 @@
 
 namespace oasis::OASIS_ISA {
 
-constexpr int64_t kAhead = 2; // slots
+constexpr int64_t kAhead = 4; // slots
 
 float read_slots(const oasis_read_slots_args &a) {
     const auto *pool = static_cast<const char *>(a.pool);
