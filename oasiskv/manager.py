@@ -138,7 +138,7 @@ class KVManager:
         rooms.arena.share(child.pages)
         child.strips = strips
         rooms.sets.set_strips(child.row, strips)
-        rooms.sets.copy_row(sequence.row, child.row, rooms.pool.strip_slots)
+        rooms.sets.copy_row(sequence.row, child.row, lambda slots: rooms.pool.moved(slots, sequence.strips, strips))
         rooms.predictor.copy_row(sequence.row, child.row)
         source, target = layout.pool_slots(self.rooms, sequence.strips), layout.pool_slots(self.rooms, strips)
         ops.copy_blocks(rooms.pool.slots, rooms.pool.slots, source, target)

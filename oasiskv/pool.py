@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .errors import ConfigError, PoolExhausted
-from .types import ModelShape
+from .types import EMPTY, ModelShape
 
 
 class Pool:
@@ -94,6 +94,13 @@ class Pool:
         offset = torch.arange(self.strip_slots, device=strips.device)
         offset = offset.view(self.shape.num_layers, self.shape.kv_heads, *[1] * strips.ndim)
         return strips * self.strip_slots + offset
+
+    def moved(self, slots: torch.Tensor, source: list[int], target: list[int]) -> torch.Tensor:
+        """The slots that lie in the strips `target` where `slots` lie in the strips `source`; `EMPTY` stays `EMPTY`."""
+        lookup = torch.full((self.num_strips + 1,), EMPTY, dtype=torch.int64, device=slots.device)
+        lookup[source] = torch.tensor(target, dtype=torch.int64, device=slots.device)
+        moved = lookup[slots // self.strip_slots] * self.strip_slots + slots % self.strip_slots
+        return torch.where(slots >= 0, moved, EMPTY)
 
     def close(self) -> None:
         """Give the memory back."""

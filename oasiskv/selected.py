@@ -8,6 +8,7 @@ the same for all layers, heads and steps, so a head that attends to few blocks l
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -71,12 +72,12 @@ class Selected:
             self.stamps[layer][row] = step
             self.slots[layer][row] = slots[layer]
 
-    def copy_row(self, source: int, target: int, strips: tuple[torch.Tensor, torch.Tensor], strip_slots: int) -> None:
-        """Give `target` the tables of `source`, whose slots lie in other strips: `strips` are theirs, place by place."""
+    def copy_row(self, source: int, target: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Give `target` the tables of `source`; `moved` tells which of its own slots stand for those of `source`."""
         for layer in range(self.shape.num_layers):
             self.blocks[layer][target] = self.blocks[layer][source]
             self.stamps[layer][target] = self.stamps[layer][source]
-            self.slots[layer][target] = _moved(self.slots[layer][source], strips, strip_slots)
+            self.slots[layer][target] = moved(self.slots[layer][source])
 
     def trim(self, row: int, high: int) -> None:
         """Forget blocks from `high` on: the window holds them, and no block may be listed twice."""
@@ -137,6 +138,7 @@ class SharedSelected(Selected):
 
     def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
         super().__init__(shape, config)
+        self._config = config
         self._slots = shape.num_layers * shape.kv_heads * config.selected_blocks
         self.floors = torch.zeros(0, device=shape.device)
         self.free = torch.full((0, self._slots), EMPTY, dtype=torch.int64, device=shape.device)
@@ -154,9 +156,7 @@ class SharedSelected(Selected):
         self.free_count[row] = 0
 
     def begin(self, row: int, blocks: torch.Tensor, mass: torch.Tensor, step: int, slots: torch.Tensor) -> None:
-        most = int(self._slots * (1 - _SPARE))
-        ranked = mass.flatten().sort(descending=True).values
-        floor = max(float(ranked[most]) if most < len(ranked) else 0.0, _LOWEST)
+        floor = first_floor(self.shape, self._config, mass)
         blocks = torch.where(mass > floor, blocks, EMPTY)
         super().begin(row, blocks, mass, step, torch.full_like(slots[..., :1], EMPTY).expand(-1, -1, self.places))
         self.floors[row] = floor
@@ -169,10 +169,10 @@ class SharedSelected(Selected):
             wanted = torch.where(chosen >= 0, places, EMPTY)[None]
             ops.exchange_slots(self.slots[layer], self.free, self.free_count, rows, nothing, wanted)
 
-    def copy_row(self, source: int, target: int, strips: tuple[torch.Tensor, torch.Tensor], strip_slots: int) -> None:
-        super().copy_row(source, target, strips, strip_slots)
+    def copy_row(self, source: int, target: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().copy_row(source, target, moved)
         self.floors[target] = self.floors[source]
-        self.free[target] = _moved(self.free[source], strips, strip_slots)
+        self.free[target] = moved(self.free[source])
         self.free_count[target] = self.free_count[source]
 
     def floor(self, rows: torch.Tensor) -> torch.Tensor:
@@ -194,17 +194,17 @@ class SharedSelected(Selected):
         return super().device_bytes() + sum(table.numel() * table.itemsize for table in (self.floors, self.free, self.free_count))
 
 
+def first_floor(shape: ModelShape, config: OasisConfig, mass: torch.Tensor) -> torch.Tensor:
+    """The floor by which a sequence fills its slots but for the spare ones, from the masses of the best `selected_places`
+    blocks of each head, `(layers, kv_heads, C)`."""
+    most = int(shape.num_layers * shape.kv_heads * config.selected_blocks * (1 - _SPARE))
+    ranked = mass.flatten().sort(descending=True).values
+    floor = ranked[most] if most < len(ranked) else ranked.new_zeros(())
+    return floor.clamp(min=_LOWEST)
+
+
 def taller(table: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
     """A table with more rows, the new ones full of `fill`."""
     longer = table.new_full((rows, *table.shape[1:]), fill)
     longer[: table.shape[0]] = table
     return longer
-
-
-def _moved(slots: torch.Tensor, strips: tuple[torch.Tensor, torch.Tensor], strip_slots: int) -> torch.Tensor:
-    """The slots at the same places of other strips; `EMPTY` stays `EMPTY`."""
-    source, target = strips
-    lookup = torch.full((int(source.max()) + 1,), EMPTY, dtype=torch.int64, device=slots.device)
-    lookup[source] = target
-    moved = lookup[(slots // strip_slots).clamp(min=0, max=len(lookup) - 1)] * strip_slots + slots % strip_slots
-    return torch.where(slots >= 0, moved, EMPTY)

@@ -10,6 +10,8 @@ part differs between layers and heads; see `selected`. A dense sequence has a pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .config import OasisConfig
@@ -58,12 +60,10 @@ class WorkingSets:
         self.strips[row] = EMPTY
         self.strips[row, : len(strips)] = torch.tensor(strips, dtype=torch.int64, device=self.strips.device)
 
-    def copy_row(self, source: int, target: int, strip_slots: int) -> None:
-        """Give `target` the tables of `source`, but for its strips, which must be set."""
+    def copy_row(self, source: int, target: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Give `target` the tables of `source`, but for its strips. `moved` is as in `Selected.copy_row`."""
         self.pages[target] = self.pages[source]
-        strips = self.strips[source], self.strips[target]
-        held = strips[0] >= 0
-        self.selected.copy_row(source, target, (strips[0][held], strips[1][held]), strip_slots)
+        self.selected.copy_row(source, target, moved)
         for recent in self.recent:
             recent[target] = recent[source]
 

@@ -125,7 +125,8 @@ def test_attention_agrees_with_its_shape_function_for_one_row(kv_heads, group):
 @pytest.mark.parametrize("max_new", [0, 2, 9])
 def test_select_agrees_with_its_shape_function_at_the_ends_of_its_width(max_new, pooled):
     mass, resident, low, high = _tables()
-    arguments = (mass, resident, torch.zeros_like(resident), low, high, 7, max_new, pooled, 0.1)
+    floor = torch.tensor([-1.0, 0.2])
+    arguments = (mass, resident, torch.zeros_like(resident), low, high, floor, 7, max_new, pooled, 0.1)
     torch.library.opcheck(torch.ops.oasiskv.select.default, arguments)
 
 
