@@ -13,6 +13,9 @@ from .types import MAX_STEP_ROWS
 _BURST = 4
 """How many times its even share of a layer's loads one head may take."""
 
+_SHARES = 2
+"""How many times its share of a sequence's slots one head may take."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OasisConfig:
@@ -21,6 +24,9 @@ class OasisConfig:
     Attributes:
         budget_tokens: tokens per kv head that a sparse sequence keeps on the device: sinks, local window and the
             selected blocks together. A multiple of `block_size`.
+        budget_per: whose number of selected blocks is bounded. "head": every kv head of every layer has the same number.
+            "sequence": all heads and layers of a sequence share theirs, and `budget_tokens` is the mean. A head takes what its
+            attention needs, up to twice its share.
         block_size: consecutive tokens in a block, the unit of ranking, residency and transfer. Even, 4 to 64.
         sink_tokens: first tokens of a sequence that always stay, rounded up to blocks.
         window_tokens: most recent tokens that always stay, rounded up to blocks.
@@ -44,6 +50,7 @@ class OasisConfig:
     """
 
     budget_tokens: int = 2048
+    budget_per: Literal["head", "sequence"] = "head"
     block_size: int = 16
     sink_tokens: int = 16
     window_tokens: int = 128
@@ -83,6 +90,8 @@ class OasisConfig:
                 raise ConfigError(f"{name} is {value!r}; it is a share of a selected block's mean mass, a number of at least 0")
         if not isinstance(self.poison_freed, bool):
             raise ConfigError(f"poison_freed is {self.poison_freed!r}; it must be True or False")
+        if self.budget_per not in ("head", "sequence"):
+            raise ConfigError(f'budget_per is {self.budget_per!r}; it must be "head" or "sequence"')
         if self.on_late not in ("wait", "skip"):
             raise ConfigError(f'on_late is {self.on_late!r}; it must be "wait" or "skip"')
         if self.budget_tokens % self.block_size:
@@ -134,8 +143,13 @@ class OasisConfig:
 
     @property
     def selected_blocks(self) -> int:
-        """Places left for blocks chosen by their scores."""
+        """Slots for blocks chosen by their scores, per kv head, on average if a sequence shares them."""
         return self.budget_blocks - self.sink_blocks - self.ring_blocks
+
+    @property
+    def selected_places(self) -> int:
+        """Most blocks that one kv head may select."""
+        return self.selected_blocks * (_SHARES if self.budget_per == "sequence" else 1)
 
     @property
     def swap_gain(self) -> float:
@@ -150,7 +164,7 @@ class OasisConfig:
     @property
     def burst_blocks(self) -> int:
         """Most blocks that one kv head may load in a step when the other heads of its layer load fewer."""
-        return min(_BURST * self.max_new_blocks, self.selected_blocks)
+        return min(_BURST * self.max_new_blocks, self.selected_places)
 
     @property
     def dense_blocks(self) -> int:

@@ -58,7 +58,7 @@ class DecodeRows:
     def _plan_rows(self) -> None:
         """Where each row goes: `(S, R)` positions, and the slot and offset of every packed row."""
         config, device = self._rooms.config, self._rooms.shape.device
-        size, heads = config.block_size, self._rooms.shape.kv_heads
+        size = config.block_size
         most = max(self._num_tokens)
         self._ragged = any(tokens != most for tokens in self._num_tokens)
         positions: list[list[int]] = []
@@ -71,7 +71,7 @@ class DecodeRows:
             strips.extend(sequence.strips[place_of(config, position // size, dense)] for position in own)
             offsets.extend(position % size for position in own)
         self._positions = torch.tensor(positions, device=device)
-        self._slots = torch.tensor(strips, device=device)[:, None] * heads + torch.arange(heads, device=device)
+        self._slots = layout.pool_slots(self._rooms, strips)
         self._offsets = torch.tensor(offsets, device=device)
 
     def _plan_tables(self) -> None:
@@ -92,9 +92,8 @@ class DecodeRows:
         pad = [[EMPTY] * (width - len(row)) for row in blocks]
         self._base_blocks = torch.tensor([row + more for row, more in zip(blocks, pad, strict=True)], device=device)
         place = torch.tensor([row + [0] * len(more) for row, more in zip(places, pad, strict=True)], device=device)
-        strips = sets.strips[self._rows].gather(1, place)[:, None, :]
-        head = torch.arange(shape.kv_heads, device=device)[:, None]
-        self._base_slots = torch.where(self._base_blocks[:, None] >= 0, strips * shape.kv_heads + head, EMPTY)
+        slots = self._rooms.pool.slots_of(sets.strips[self._rows].gather(1, place)).transpose(1, 2)
+        self._base_slots = torch.where(self._base_blocks[:, None] >= 0, slots, EMPTY)
         self._base_blocks = self._base_blocks[:, None].expand(-1, shape.kv_heads, -1)
 
         members = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.SPARSE]
@@ -109,8 +108,6 @@ class DecodeRows:
         dense = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.DENSE]
         self._dense_rows = self._rows[dense]
         self._dense_members = torch.tensor(dense, dtype=torch.int64, device=device)
-        chosen = torch.arange(config.selected_blocks, device=device).expand(len(members), shape.kv_heads, -1)
-        self._selected_slots = self._sparse.pool_slots(chosen)
         self._low = torch.full((len(members),), config.sink_blocks, device=device)
         self._high = torch.tensor([window_start(config, self.sequences[number].length) for number in members], device=device)
         expected = [self._expectation(number) for number in members]
@@ -158,8 +155,8 @@ class DecodeRows:
                     summarised_strips.append(strip)
                     self._summarised_pages.append(page)
         self._seal_count = len(pages)
-        self._seal_source, self._seal_target = layout.slots(self._rooms, strips), layout.slots(self._rooms, pages)
-        self._summary_source = layout.slots(self._rooms, summarised_strips)
+        self._seal_source, self._seal_target = layout.pool_slots(self._rooms, strips), layout.arena_slots(self._rooms, pages)
+        self._summary_source = layout.pool_slots(self._rooms, summarised_strips)
         self._summary_pages = torch.tensor(self._summarised_pages, dtype=torch.int64, device=self._rooms.shape.device)
 
         if self._sparse is not None:
@@ -175,23 +172,22 @@ class DecodeRows:
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """As `Step.attend`, for the rows of these sequences."""
         rooms = self._rooms
-        pool = rooms.pool.layers[layer]
+        pool = rooms.pool.slots
         self._await(layer)
-        ops.append_rows(pool, keys, values, self._slots, self._offsets)
+        ops.append_rows(pool, keys, values, self._slots[layer], self._offsets)
         if self._certain:
             self._seal(layer)
         padded = self._pad(queries)
-        blocks, slots = self._base_blocks, self._base_slots
+        blocks, slots = self._base_blocks, self._base_slots[layer]
         arena = arena_slots = arena_blocks = None
         if self._sparse is not None:
             sparse_queries = self._gather(padded)
             index = LayerIndex(rooms, layer, self._sparse.pages, self._sparse.num_blocks, scale)
             if rooms.predictor.foreground:
                 self._refresh_now(layer, index, sparse_queries)
-            with rooms.sets.lock(layer):
-                selected = rooms.sets.selected[layer][self._sparse.rows]
+            selected, there = rooms.sets.selected.read(layer, self._sparse.rows)
             blocks = torch.cat([blocks, self._spread(selected)], dim=2)
-            slots = torch.cat([slots, self._spread(torch.where(selected >= 0, self._selected_slots, EMPTY))], dim=2)
+            slots = torch.cat([slots, self._spread(there)], dim=2)
             if self._correction is not None:
                 arena = rooms.arena.layers[layer]
                 read, places = self._correction.read(index, sparse_queries, selected)
@@ -281,11 +277,11 @@ class DecodeRows:
         if not self._seal_count:
             return
         rooms = self._rooms
-        pool = rooms.pool.layers[layer]
-        ops.copy_blocks(pool, rooms.arena.layers[layer], self._seal_source, self._seal_target)
+        pool = rooms.pool.slots
+        ops.copy_blocks(pool, rooms.arena.layers[layer], self._seal_source[layer], self._seal_target)
         rooms.counters.add(stored_blocks=self._seal_count * rooms.shape.kv_heads)
         if self._summarised_pages:
-            rooms.summary.write(layer, self._summary_pages, pool[self._summary_source][:, :, 0])
+            rooms.summary.write(layer, self._summary_pages, pool[self._summary_source[layer]][:, :, 0])
 
     def _remember(self, layer: int, queries: torch.Tensor) -> None:
         """Keep the queries of dense sequences, which choose their first working set; only row 0 is certain to stay."""
@@ -356,5 +352,5 @@ class DecodeRows:
         for pages in self._new_pages:
             self._rooms.arena.release(pages)
         for sequence in self.sequences:
-            self._rooms.sets.trim_selected(sequence.row, window_start(self._rooms.config, sequence.length))
+            self._rooms.sets.selected.trim(sequence.row, window_start(self._rooms.config, sequence.length))
             trim(self._manager, sequence)

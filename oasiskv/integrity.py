@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import IntegrityError
-from .layout import slots, sparse_rows
+from .layout import arena_slots, pool_slots, selected_slots, sparse_rows
 from .sequence import Phase, Sequence
 from .working_set import place_of, window_start
 
@@ -26,6 +26,7 @@ def check_integrity(manager: KVManager) -> None:
     _check_pages(manager)
     for sequence in manager.sequences:
         _check_tables(manager, sequence)
+        _check_slots(manager, sequence)
         _check_residents(manager, sequence)
 
 
@@ -71,7 +72,7 @@ def _check_tables(manager: KVManager, sequence: Sequence) -> None:
     if sequence.phase is Phase.SPARSE:
         _require(sequence.summarised == sealed, f"{name}: {sequence.summarised} of {sealed} sealed blocks are summarised")
     low, high = config.sink_blocks, window_start(config, sequence.length)
-    for layer, table in enumerate(sets.selected):
+    for layer, table in enumerate(sets.selected.blocks):
         for head, blocks in enumerate(table[sequence.row].tolist()):
             chosen = [block for block in blocks if block >= 0]
             _require(len(set(chosen)) == len(chosen), f"{name}: layer {layer}, head {head} lists a block twice: {chosen}")
@@ -79,6 +80,20 @@ def _check_tables(manager: KVManager, sequence: Sequence) -> None:
                 all(low <= block < high for block in chosen),
                 f"{name}: layer {layer}, head {head} lists {chosen}, outside {low} to {high - 1}",
             )
+
+
+def _check_slots(manager: KVManager, sequence: Sequence) -> None:
+    """Every slot for selected blocks is in one place, or free."""
+    if sequence.phase is not Phase.SPARSE:
+        return
+    selected = manager.rooms.sets.selected
+    held = Counter(slot for table in selected.slots for slot in table[sequence.row].flatten().tolist() if slot >= 0)
+    held.update(selected.free_slots(sequence.row))
+    owned = Counter(selected_slots(manager.rooms, sequence.strips).flatten().tolist())
+    _require(held == owned, f"sequence in row {sequence.row}: slots of selected blocks were lost or listed twice")
+    for layer, (blocks, slots) in enumerate(zip(selected.blocks, selected.slots, strict=True)):
+        homeless = (blocks[sequence.row] >= 0) & (slots[sequence.row] < 0)
+        _require(not bool(homeless.any()), f"sequence in row {sequence.row}: layer {layer} lists a block without a slot")
 
 
 def _check_residents(manager: KVManager, sequence: Sequence) -> None:
@@ -92,17 +107,15 @@ def _check_residents(manager: KVManager, sequence: Sequence) -> None:
         blocks = [*range(config.sink_blocks), *range(window_start(config, sequence.length), sealed)]
     dense = sequence.phase is Phase.DENSE
     places = [block if block < config.sink_blocks else place_of(config, block, dense) for block in blocks]
-    pool_slots = slots(rooms, [sequence.strips[place] for place in places]).flatten()
-    arena_slots = slots(rooms, [sequence.pages[block] for block in blocks]).flatten()
-    for layer, pool in enumerate(rooms.pool.layers):
-        arena = rooms.arena.layers[layer]
-        here, there = pool_slots, arena_slots
+    pool_table = pool_slots(rooms, [sequence.strips[place] for place in places])
+    arena_table = arena_slots(rooms, [sequence.pages[block] for block in blocks]).flatten()
+    for layer, arena in enumerate(rooms.arena.layers):
+        here, there = pool_table[layer].flatten(), arena_table
         if sequence.phase is Phase.SPARSE:
             sparse = sparse_rows(rooms, [sequence])
-            selected = rooms.sets.selected[layer][sparse.rows]
-            place = torch.arange(selected.shape[2], device=selected.device).expand_as(selected)
+            selected, slots = rooms.sets.selected.read(layer, sparse.rows)
             listed = selected >= 0
-            here = torch.cat([here, sparse.pool_slots(place)[listed]])
+            here = torch.cat([here, slots[listed]])
             there = torch.cat([there, sparse.arena_slots(selected)[listed]])
-        same = pool[here].to(arena.device) == arena[there.to(arena.device)]
+        same = rooms.pool.slots[here].to(arena.device) == arena[there.to(arena.device)]
         _require(bool(same.all()), f"sequence in row {sequence.row}: a resident block of layer {layer} differs from the arena")

@@ -14,11 +14,23 @@ STAGED_BLOCKS = 512
 """Blocks of one layer that are staged on the device at a time on their way from the arena."""
 
 
-def slots(rooms: Rooms, strips_or_pages: list[int]) -> torch.Tensor:
-    """Slots of strips or pages for all heads, `(count, kv_heads)`."""
+def arena_slots(rooms: Rooms, pages: list[int]) -> torch.Tensor:
+    """Slots of pages for all heads, `(count, kv_heads)`, the same in every layer."""
     heads = rooms.shape.kv_heads
-    first = torch.tensor(strips_or_pages, dtype=torch.int64, device=rooms.shape.device)[:, None] * heads
+    first = torch.tensor(pages, dtype=torch.int64, device=rooms.shape.device)[:, None] * heads
     return first + torch.arange(heads, device=rooms.shape.device)
+
+
+def pool_slots(rooms: Rooms, strips: list[int]) -> torch.Tensor:
+    """Slots of strips for all heads, `(layers, count, kv_heads)`."""
+    return rooms.pool.slots_of(torch.tensor(strips, dtype=torch.int64, device=rooms.shape.device)).transpose(1, 2)
+
+
+def selected_slots(rooms: Rooms, strips: list[int]) -> torch.Tensor:
+    """Slots for the selected blocks of a sparse sequence, `(layers, kv_heads, selected_blocks)`; `strips` are all it holds."""
+    config = rooms.config
+    first = config.budget_blocks - config.selected_blocks
+    return pool_slots(rooms, strips[first : config.budget_blocks]).transpose(1, 2)
 
 
 def sealed(rooms: Rooms, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
@@ -45,9 +57,8 @@ def read_tail(rooms: Rooms, sequence: Sequence, layer: int, length: int) -> torc
     block = length // size
     if block < len(sequence.pages):
         return sealed(rooms, sequence, layer, block, block + 1)[0]
-    heads = rooms.shape.kv_heads
     strip = sequence.strips[place_of(rooms.config, block, sequence.phase is Phase.DENSE)]
-    return rooms.pool.layers[layer][strip * heads : (strip + 1) * heads].clone()
+    return rooms.pool.slots[pool_slots(rooms, [strip])[layer, 0]]
 
 
 def read_kv(rooms: Rooms, sequence: Sequence, layer: int, spare: int = 0) -> torch.Tensor:
@@ -70,12 +81,10 @@ def sparse_rows(rooms: Rooms, sequences: list[Sequence]) -> SparseRows:
     sets, device = rooms.sets, rooms.shape.device
     rows = torch.tensor([sequence.row for sequence in sequences], device=device)
     sealed = [len(sequence.pages) for sequence in sequences]
-    first = rooms.config.budget_blocks - rooms.config.selected_blocks
     return SparseRows(
         rows=rows,
         pages=sets.pages[rows, : max(sealed)],
         num_blocks=torch.tensor(sealed, device=device),
-        strips=sets.strips[rows, first : rooms.config.budget_blocks],
     )
 
 
@@ -85,7 +94,7 @@ def become_unsettled(rooms: Rooms, sequence: Sequence) -> None:
     rooms.pool.release(sequence.strips[budget:])
     sequence.strips = sequence.strips[:budget]
     rooms.sets.set_strips(sequence.row, sequence.strips)
-    rooms.sets.clear_selected(sequence.row)
+    rooms.sets.selected.clear(sequence.row)
     sequence.phase = Phase.UNSETTLED
 
 
@@ -104,20 +113,16 @@ def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], f
         places = [*range(config.sink_blocks), *(place_of(config, block, dense) for block in window)]
     else:
         blocks, places = [], []
-    source = slots(rooms, [sequence.pages[block] for block in blocks])
-    target = slots(rooms, [sequence.strips[place] for place in places])
-    tail_block = sequence.length // size
-    for layer, pool in enumerate(rooms.pool.layers):
+    pool = rooms.pool.slots
+    source = arena_slots(rooms, [sequence.pages[block] for block in blocks])
+    target = pool_slots(rooms, [sequence.strips[place] for place in places])
+    tail_place = place_of(config, sequence.length // size, dense)
+    for layer, content in enumerate(tail):
         arena = rooms.arena.layers[layer]
-        ops.copy_blocks(arena, pool, source, target)
+        ops.copy_blocks(arena, pool, source, target[layer])
         if sequence.phase is Phase.SPARSE:
             chosen = sparse_rows(rooms, [sequence])
-            selected = rooms.sets.selected[layer][chosen.rows]
-            place = torch.arange(selected.shape[2], device=selected.device).expand_as(selected)
-            ops.copy_blocks(
-                arena, pool, chosen.arena_slots(selected), chosen.pool_slots(torch.where(selected >= 0, place, EMPTY))
-            )
-        content = tail[layer]
+            selected, there = rooms.sets.selected.read(layer, chosen.rows)
+            ops.copy_blocks(arena, pool, chosen.arena_slots(selected), there)
         if content is not None:
-            strip = sequence.strips[place_of(config, tail_block, dense)]
-            pool[strip * rooms.shape.kv_heads : (strip + 1) * rooms.shape.kv_heads] = content
+            pool[pool_slots(rooms, [sequence.strips[tail_place]])[layer, 0]] = content

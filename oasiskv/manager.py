@@ -101,7 +101,7 @@ class KVManager:
             self._free_rows.extend(range(rows - 1, capacity - 1, -1))
         sequence = Sequence(self._free_rows.pop())
         self.rooms.sets.set_pages(sequence.row, 0, [])
-        self.rooms.sets.clear_selected(sequence.row)
+        self.rooms.sets.selected.clear(sequence.row)
         self.rooms.predictor.clear_row(sequence.row)
         self._sequences[sequence.row] = sequence
         return sequence
@@ -115,7 +115,7 @@ class KVManager:
         rooms.pool.release(sequence.strips)
         rooms.sets.set_pages(sequence.row, 0, [])
         rooms.sets.set_strips(sequence.row, [])
-        rooms.sets.clear_selected(sequence.row)
+        rooms.sets.selected.clear(sequence.row)
         del self._sequences[sequence.row]
         self._free_rows.append(sequence.row)
         sequence.pages, sequence.strips, sequence.length, sequence.phase = [], [], 0, Phase.FREED
@@ -137,12 +137,11 @@ class KVManager:
         child.pages = list(sequence.pages)
         rooms.arena.share(child.pages)
         child.strips = strips
-        rooms.sets.copy_row(sequence.row, child.row)
-        rooms.predictor.copy_row(sequence.row, child.row)
         rooms.sets.set_strips(child.row, strips)
-        source, target = layout.slots(self.rooms, sequence.strips), layout.slots(self.rooms, strips)
-        for pool in rooms.pool.layers:
-            ops.copy_blocks(pool, pool, source, target)
+        rooms.sets.copy_row(sequence.row, child.row, lambda slots: rooms.pool.moved(slots, sequence.strips, strips))
+        rooms.predictor.copy_row(sequence.row, child.row)
+        source, target = layout.pool_slots(self.rooms, sequence.strips), layout.pool_slots(self.rooms, strips)
+        ops.copy_blocks(rooms.pool.slots, rooms.pool.slots, source, target)
         return child
 
     @_persistent
@@ -163,9 +162,9 @@ class KVManager:
         sequence.summarised = min(sequence.summarised, sealed)
         sequence.length = length
         if sequence.phase is not Phase.DENSE and length <= self.config.budget_tokens:
-            self.rooms.sets.clear_selected(sequence.row)
+            self.rooms.sets.selected.clear(sequence.row)
             sequence.phase = Phase.DENSE
-        self.rooms.sets.trim_selected(sequence.row, window_start(self.config, length))
+        self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
         room.trim(self, sequence)
         layout.lay_out(self.rooms, sequence, tail)
 
@@ -292,7 +291,7 @@ class KVManager:
             sequence.phase = Phase.FREED
         self._sequences.clear()
         self.rooms.arena.close()
-        self.rooms.pool.layers.clear()
+        self.rooms.pool.close()
 
     def __enter__(self) -> KVManager:
         return self

@@ -1,28 +1,32 @@
-"""The device pool: a tensor of slots per layer, handed out in strips."""
+"""The device pool: slots in one tensor, handed out in strips."""
 
 from __future__ import annotations
 
 import torch
 
 from .errors import ConfigError, PoolExhausted
-from .types import ModelShape
+from .types import EMPTY, ModelShape
 
 
 class Pool:
     """Slots on the device. A *strip* is one slot for every kv head in every layer: strip `i` is the slots
-    `i * kv_heads .. (i + 1) * kv_heads - 1` of each layer's tensor. Sequences hold strips; which block of which head lies in
-    a strip's slots is the working set's business, per layer and head.
+    `i * layers * kv_heads ...`, layer by layer. Sequences hold strips; which block of which layer and head lies in a strip's
+    slots is the working set's business.
+
+    Attributes:
+        slots: `(num_slots, 2, block_size, head_dim)`.
     """
 
     def __init__(self, shape: ModelShape, block_size: int, limit_bytes: int | None, poison: bool) -> None:
         self.shape = shape
         self.block_size = block_size
-        self.strip_bytes = shape.num_layers * shape.kv_heads * shape.slot_bytes(block_size)
+        self.strip_slots = shape.num_layers * shape.kv_heads
+        self.strip_bytes = self.strip_slots * shape.slot_bytes(block_size)
         self._poison = poison
         self._limit = limit_bytes
         self._free: list[int] = []
         self.num_strips = 0
-        self.layers = [self._empty(0) for _ in range(shape.num_layers)]
+        self.slots = self._empty(0)
         if limit_bytes is not None:
             if limit_bytes < self.strip_bytes:
                 raise ConfigError(
@@ -31,15 +35,14 @@ class Pool:
             self._grow(limit_bytes // self.strip_bytes)
 
     def _empty(self, strips: int) -> torch.Tensor:
-        size = (strips * self.shape.kv_heads, 2, self.block_size, self.shape.head_dim)
+        size = (strips * self.strip_slots, 2, self.block_size, self.shape.head_dim)
         fill = float("nan") if self._poison else 0.0
         return torch.full(size, fill, dtype=self.shape.dtype, device=self.shape.device)
 
     def _grow(self, strips: int) -> None:
-        for layer, old in enumerate(self.layers):
-            new = self._empty(strips)
-            new[: old.shape[0]] = old
-            self.layers[layer] = new
+        new = self._empty(strips)
+        new[: self.slots.shape[0]] = self.slots
+        self.slots = new
         self._free.extend(range(strips - 1, self.num_strips - 1, -1))
         self.num_strips = strips
 
@@ -55,8 +58,8 @@ class Pool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pool's tensors."""
-        return sum(layer.numel() * layer.itemsize for layer in self.layers)
+        """Bytes of the pool's tensor."""
+        return self.slots.numel() * self.slots.itemsize
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
@@ -65,7 +68,7 @@ class Pool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` strips, all or none. Grows the pool when it has no set size. Raises `PoolExhausted`.
 
-        The caller makes sure that no background work runs: growing replaces the tensors.
+        The caller makes sure that no background work runs: growing replaces the tensor, and while it copies there are two.
         """
         missing = count - self.free_strips
         if missing > 0:
@@ -81,10 +84,24 @@ class Pool:
     def release(self, strips: list[int]) -> None:
         """Give strips back."""
         self._free.extend(strips)
-        if self._poison and strips:
-            heads = self.shape.kv_heads
-            slots = torch.tensor(strips, device=self.shape.device)[:, None] * heads + torch.arange(
-                heads, device=self.shape.device
-            )
-            for layer in self.layers:
-                layer[slots.flatten()] = float("nan")
+        if self._poison:
+            for strip in strips:
+                self.slots[strip * self.strip_slots : (strip + 1) * self.strip_slots] = float("nan")
+
+    def slots_of(self, strips: torch.Tensor) -> torch.Tensor:
+        """The slots of strips in each layer and kv head, `(layers, kv_heads)` in front of their dimensions; those of `EMPTY`
+        mean nothing."""
+        offset = torch.arange(self.strip_slots, device=strips.device)
+        offset = offset.view(self.shape.num_layers, self.shape.kv_heads, *[1] * strips.ndim)
+        return strips * self.strip_slots + offset
+
+    def moved(self, slots: torch.Tensor, source: list[int], target: list[int]) -> torch.Tensor:
+        """The slots that lie in the strips `target` where `slots` lie in the strips `source`; `EMPTY` stays `EMPTY`."""
+        lookup = torch.full((self.num_strips + 1,), EMPTY, dtype=torch.int64, device=slots.device)
+        lookup[source] = torch.tensor(target, dtype=torch.int64, device=slots.device)
+        moved = lookup[slots // self.strip_slots] * self.strip_slots + slots % self.strip_slots
+        return torch.where(slots >= 0, moved, EMPTY)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.slots = self._empty(0)

@@ -65,7 +65,7 @@ def load_limits(config: OasisConfig, predictor: Predictor, kv_heads: int) -> tup
     """Most blocks that one head may load, and all heads of a sequence together. A foreground predictor is a yardstick, not a
     mode: it has no cap but its places."""
     if predictor.foreground:
-        return config.selected_blocks, config.selected_blocks * kv_heads
+        return config.selected_places, config.selected_places * kv_heads
     return config.burst_blocks, config.max_new_blocks * kv_heads
 
 
@@ -77,13 +77,11 @@ class SparseRows:
         rows: `(S,)` rows of the manager's tables.
         pages: `(S, N)` arena pages by block.
         num_blocks: `(S,)` sealed blocks.
-        strips: `(S, C)` strips of the selected places.
     """
 
     rows: torch.Tensor
     pages: torch.Tensor
     num_blocks: torch.Tensor
-    strips: torch.Tensor
 
     def arena_slots(self, blocks: torch.Tensor) -> torch.Tensor:
         """Where blocks `(S, H, K)` lie in the arena; `EMPTY` stays `EMPTY`."""
@@ -91,13 +89,6 @@ class SparseRows:
         pages = self.pages[:, None, :].expand(-1, heads, -1).gather(2, blocks.clamp(min=0))
         slots = pages * heads + torch.arange(heads, device=blocks.device)[:, None]
         return torch.where((blocks >= 0) & (pages >= 0), slots, EMPTY)
-
-    def pool_slots(self, places: torch.Tensor) -> torch.Tensor:
-        """Where selected places `(S, H, K)` lie in the pool; `EMPTY` stays `EMPTY`."""
-        heads = places.shape[1]
-        strips = self.strips[:, None, :].expand(-1, heads, -1).gather(2, places.clamp(min=0))
-        slots = strips * heads + torch.arange(heads, device=places.device)[:, None]
-        return torch.where(places >= 0, slots, EMPTY)
 
 
 class Refresh:
@@ -143,45 +134,37 @@ class Refresh:
 
     def select(self) -> None:
         rooms, layer, rows = self._rooms, self.layer, self._sparse.rows
-        resident = rooms.sets.selected[layer][rows]
-        self.places, self._blocks, self._stamps, counts = ops.select(
+        selected = rooms.sets.selected
+        self.places, self._blocks, self._kept, self._stamps, counts = ops.select(
             self._mass,
-            resident,
-            rooms.sets.selected_at[layer][rows],
+            selected.blocks[layer][rows],
+            selected.stamps[layer][rows],
             self._low,
             self._high,
+            selected.floor(rows),
             self._step,
             self._max_new,
             self._pooled,
             rooms.config.swap_gain * rooms.shape.group_size,
         )
-        self._resident = resident
         rooms.counters.add(wanted_blocks=counts[:, 1].sum(), resident_blocks=counts[:, 0].sum())
 
     def mark(self) -> None:
-        self._publish(replaced(self._resident, self.places, torch.full_like(self._blocks, EMPTY)))
+        selected, rows = self._rooms.sets.selected, self._sparse.rows
+        self.places, self._slots = selected.give_up(self.layer, rows, self._kept, self.places)
 
     def transfer(self) -> None:
         rooms = self._rooms
-        ops.copy_blocks(
-            rooms.arena.layers[self.layer],
-            rooms.pool.layers[self.layer],
-            self._sparse.arena_slots(self._blocks),
-            self._sparse.pool_slots(self.places),
-        )
-        self._publish(replaced(self._resident, self.places, self._blocks))
+        arena_slots = self._sparse.arena_slots(self._blocks)
+        ops.copy_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, arena_slots, self._slots)
+        resident = replaced(self._kept, self.places, self._blocks)
+        rooms.sets.selected.publish(self.layer, self._sparse.rows, resident, self._stamps)
         moved = self.places >= 0
         rooms.counters.add(loaded_blocks=moved.sum())
         rooms.counters.keep_largest(most_new_blocks=moved.sum(2).max())
 
     def pending_blocks(self) -> int:
         return int((self.places >= 0).sum())
-
-    def _publish(self, resident: torch.Tensor) -> None:
-        sets = self._rooms.sets
-        with sets.lock(self.layer):
-            sets.selected[self.layer][self._sparse.rows] = resident
-            sets.selected_at[self.layer][self._sparse.rows] = self._stamps
 
 
 def replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from .abc import KeySummary, Predictor
 from .config import OasisConfig
 from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import load_limits, replaced
+from .selected import first_floor
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
 from .whole import ROW_CHUNK, WholeIndex, masked_attention
@@ -132,6 +133,8 @@ class Replay:
         self._hidden: dict[int, torch.Tensor] = {}
         self._low = torch.full((len(histories),), config.sink_blocks, device=shape.device)
         self._expected = self._expectations()
+        self._first: list[torch.Tensor] = []
+        self._floor = torch.full((len(histories),), -1.0, device=shape.device)
 
     def _expectations(self) -> list[torch.Tensor]:
         """How likely each row of each step was to be accepted, `(R,)` per step; see `DecodeRows`."""
@@ -178,7 +181,9 @@ class Replay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected blocks of each step, `(B, I, kv_heads, C)`, and how many were new, `(B, I, kv_heads)`."""
         rows, config, predictor = self.rows, self.config, self.predictor
-        resident = self._begin(layer, text, scale)
+        if not self._first:
+            self._begin(scale)
+        resident = self._first[layer]
         stamps = torch.zeros_like(resident)
         hidden = self._hidden.pop(layer, None)
         early = predictor.foreground or hidden is not None
@@ -199,12 +204,13 @@ class Replay:
             high = window_start(config, before if early else after)
             weights = weights.expand(len(self.histories), -1)
             score = predictor.aggregate(layer, mass[:, own, :, : before // config.block_size], weights, self._members)
-            places, blocks, stamps, _ = ops.select(
+            places, blocks, resident, stamps, _ = ops.select(
                 score,
                 resident,
                 stamps,
                 self._low,
                 torch.full_like(self._low, high),
+                self._floor,
                 step + 1,
                 most,
                 pooled,
@@ -217,22 +223,31 @@ class Replay:
                 loaded.append(moved)
         return torch.stack(selected, 1), torch.stack(loaded, 1)
 
-    def _begin(self, layer: int, text: torch.Tensor, scale: float) -> torch.Tensor:
-        """The first selected blocks, `(B, kv_heads, C)`; see `settling`."""
+    def _begin(self, scale: float) -> None:
+        """The first selected blocks of all layers, `(B, kv_heads, C)` each; see `settling`."""
+        config = self.config
+        best = [self._best(layer, scale) for layer in range(self.shape.num_layers)]
+        blocks, mass = (torch.stack(part) for part in zip(*best, strict=True))
+        if config.budget_per == "sequence":
+            self._floor = torch.stack([first_floor(self.shape, config, mass[:, text]) for text in range(mass.shape[1])])
+        blocks = blocks.masked_fill(mass <= self._floor[:, None, None], EMPTY)
+        padding = config.selected_places - blocks.shape[3]
+        self._first = list(torch.nn.functional.pad(blocks, (0, padding), value=EMPTY))
+
+    def _best(self, layer: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         config, length = self.config, self.rows.lengths[0]
         first = []
         for number, history in enumerate(self.histories):
             recent = history.recent[layer][None, -min(self.predictor.prompt_rows, length) :]
-            sealed = torch.full(recent.shape[1:2], length // config.block_size, device=text.device)
-            index = WholeIndex([history.summary], layer, text[number : number + 1], sealed, config.block_size, scale)
+            sealed = torch.full(recent.shape[1:2], length // config.block_size, device=recent.device)
+            keys = history.keys[layer][None, :, :length]
+            index = WholeIndex([history.summary], layer, keys, sealed, config.block_size, scale)
             mass = self.predictor.score(layer, recent, index)
             first.append(self.predictor.begin(layer, mass, self._members[number : number + 1]))
         score = torch.cat(first)
         nothing = torch.full((*score.shape[:2], 1), EMPTY, device=score.device)
         high = torch.full_like(self._low, window_start(config, length))
-        blocks, _ = ops.top_missing(score, nothing, self._low, high, config.selected_blocks)
-        padding = config.selected_blocks - blocks.shape[2]
-        return torch.nn.functional.pad(blocks, (0, padding), value=EMPTY)
+        return ops.top_missing(score, nothing, self._low, high, config.selected_places)
 
     def _guess(self, layer: int, hidden: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         guesses = []

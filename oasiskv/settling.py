@@ -32,8 +32,7 @@ def settle(manager: KVManager, sequences: list[Sequence]) -> None:
     for sequence, tail in zip(sequences, tails, strict=True):
         _summarise(manager, sequence)
         sequence.phase = Phase.SPARSE
-        for layer in layers:
-            _choose(manager, sequence, layer)
+        _choose(manager, sequence)
         layout.lay_out(manager.rooms, sequence, tail)
 
 
@@ -84,8 +83,16 @@ def _summarise(manager: KVManager, sequence: Sequence) -> None:
     sequence.summarised = len(sequence.pages)
 
 
-def _choose(manager: KVManager, sequence: Sequence, layer: int) -> None:
+def _choose(manager: KVManager, sequence: Sequence) -> None:
     """Select the blocks that matter most to the predictor, by the last queries of the prompt."""
+    best = [_best(manager, sequence, layer) for layer in range(manager.shape.num_layers)]
+    blocks, mass = (torch.stack(part) for part in zip(*best, strict=True))
+    slots = layout.selected_slots(manager.rooms, sequence.strips)
+    manager.rooms.sets.selected.begin(sequence.row, blocks, mass, manager.step_number, slots)
+
+
+def _best(manager: KVManager, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best blocks of each head and their masses, best first, `(kv_heads, at most selected_places)`."""
     sets, config = manager.rooms.sets, manager.config
     low, high = config.sink_blocks, window_start(config, sequence.length)
     rows = min(sets.recent_rows, sequence.length)
@@ -98,10 +105,8 @@ def _choose(manager: KVManager, sequence: Sequence, layer: int) -> None:
     mass = predictor.begin(layer, predictor.score(layer, queries, index), row)
     nothing = torch.full((1, manager.shape.kv_heads, 1), EMPTY, device=manager.shape.device)
     bounds = torch.tensor([[low], [high]], device=manager.shape.device)
-    blocks, _ = ops.top_missing(mass, nothing, bounds[0], bounds[1], config.selected_blocks)
-    sets.selected[layer][sequence.row] = EMPTY
-    sets.selected[layer][sequence.row, :, : blocks.shape[2]] = blocks[0]
-    sets.selected_at[layer][sequence.row] = manager.step_number
+    blocks, gain = ops.top_missing(mass, nothing, bounds[0], bounds[1], config.selected_places)
+    return blocks[0], gain[0]
 
 
 def reserve_summaries(manager: KVManager, pages: list[int]) -> None:

@@ -5,25 +5,22 @@ A sparse sequence has `budget_blocks` places, the same for all layers and heads:
     [ sinks | ring of the window and the tail | selected ]
 
 Block `b` of the window lies in ring place `b % ring_blocks`, so appending is arithmetic and never a search. Only the selected
-part differs between layers and heads; it is the part that this file keeps per layer. A dense sequence has a place per block.
+part differs between layers and heads; see `selected`. A dense sequence has a place per block.
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
 import torch
 
 from .config import OasisConfig
+from .selected import Selected, SharedSelected, taller
 from .types import EMPTY, ModelShape
 
 
 class WorkingSets:
-    """Tables over sequences; the last `recent_rows` query rows of each choose its first working set.
-
-    The foreground owns all but `selected` and `selected_at` of a layer whose background work is running; those change hands
-    under `lock(layer)`.
-    """
+    """Tables over sequences; the last `recent_rows` query rows of each choose its first working set."""
 
     def __init__(self, shape: ModelShape, config: OasisConfig, recent_rows: int) -> None:
         self.shape = shape
@@ -31,30 +28,21 @@ class WorkingSets:
         self.recent_rows = recent_rows
         self.capacity = 0
         device = shape.device
-        heads, chosen = shape.kv_heads, config.selected_blocks
         self.strips = torch.full((0, config.budget_blocks), EMPTY, dtype=torch.int64, device=device)
         self.pages = torch.full((0, 0), EMPTY, dtype=torch.int64, device=device)
-        empty = torch.full((0, heads, chosen), EMPTY, dtype=torch.int64, device=device)
-        self.selected = [empty.clone() for _ in range(shape.num_layers)]
-        self.selected_at = [torch.zeros_like(table) for table in self.selected]
+        self.selected = (SharedSelected if config.budget_per == "sequence" else Selected)(shape, config)
         recent = (0, recent_rows, shape.query_heads, shape.head_dim)
         self.recent = [torch.zeros(recent, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
         self.scales = [shape.head_dim**-0.5] * shape.num_layers
-        self._locks = [threading.Lock() for _ in range(shape.num_layers)]
-
-    def lock(self, layer: int) -> threading.Lock:
-        """Guards the selected part of a layer against a background lane that is publishing."""
-        return self._locks[layer]
 
     def reserve_rows(self, rows: int) -> None:
         """Make room for `rows` sequences. No background work may run."""
         if rows <= self.capacity:
             return
-        self.strips = _taller(self.strips, rows, EMPTY)
-        self.pages = _taller(self.pages, rows, EMPTY)
-        self.selected = [_taller(table, rows, EMPTY) for table in self.selected]
-        self.selected_at = [_taller(table, rows, 0) for table in self.selected_at]
-        self.recent = [_taller(table, rows, 0) for table in self.recent]
+        self.strips = taller(self.strips, rows, EMPTY)
+        self.pages = taller(self.pages, rows, EMPTY)
+        self.selected.reserve_rows(rows)
+        self.recent = [taller(table, rows, 0) for table in self.recent]
         self.capacity = rows
 
     def set_pages(self, row: int, start: int, pages: list[int]) -> None:
@@ -72,24 +60,12 @@ class WorkingSets:
         self.strips[row] = EMPTY
         self.strips[row, : len(strips)] = torch.tensor(strips, dtype=torch.int64, device=self.strips.device)
 
-    def clear_selected(self, row: int) -> None:
-        """Forget the selected blocks of a sequence in all layers."""
-        for layer in range(self.shape.num_layers):
-            self.selected[layer][row] = EMPTY
-            self.selected_at[layer][row] = 0
-
-    def trim_selected(self, row: int, high: int) -> None:
-        """Forget selected blocks from `high` on: the window holds them, and no block may be listed twice."""
-        for table in self.selected:
-            table[row].masked_fill_(table[row] >= high, EMPTY)
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Give `target` the tables of `source`, but for its strips."""
+    def copy_row(self, source: int, target: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Give `target` the tables of `source`, but for its strips. `moved` is as in `Selected.copy_row`."""
         self.pages[target] = self.pages[source]
-        for layer in range(self.shape.num_layers):
-            self.selected[layer][target] = self.selected[layer][source]
-            self.selected_at[layer][target] = self.selected_at[layer][source]
-            self.recent[layer][target] = self.recent[layer][source]
+        self.selected.copy_row(source, target, moved)
+        for recent in self.recent:
+            recent[target] = recent[source]
 
     def remember_queries(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
         """Push the query rows `(num_sequences, num_rows, query_heads, head_dim)` of a step onto the recent ones."""
@@ -100,8 +76,8 @@ class WorkingSets:
 
     def device_bytes(self) -> int:
         """Bytes of all tables."""
-        tables = [self.strips, self.pages, *self.selected, *self.selected_at, *self.recent]
-        return sum(table.numel() * table.itemsize for table in tables)
+        tables = [self.strips, self.pages, *self.recent]
+        return sum(table.numel() * table.itemsize for table in tables) + self.selected.device_bytes()
 
 
 def window_start(config: OasisConfig, length: int) -> int:
@@ -112,12 +88,6 @@ def window_start(config: OasisConfig, length: int) -> int:
 def place_of(config: OasisConfig, block: int, dense: bool) -> int:
     """The place of a block of the window (or of any block of a dense sequence)."""
     return block if dense else config.sink_blocks + block % config.ring_blocks
-
-
-def _taller(table: torch.Tensor, rows: int, fill: int) -> torch.Tensor:
-    longer = table.new_full((rows, *table.shape[1:]), fill)
-    longer[: table.shape[0]] = table
-    return longer
 
 
 def _wider(table: torch.Tensor, columns: int) -> torch.Tensor:

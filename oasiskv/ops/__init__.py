@@ -27,8 +27,11 @@ _SCHEMAS = {
     "block_mass": "(Tensor logits, Tensor num_blocks, int kv_heads) -> Tensor",
     "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
     "select": (
-        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, int step, int max_new, int pooled, "
-        "float margin) -> (Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, Tensor floor, int step, int max_new, "
+        "int pooled, float margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "exchange_slots": (
+        "(Tensor(a!) slots, Tensor(b!) free, Tensor(c!) count, Tensor rows, Tensor kept, Tensor places) -> Tensor"
     ),
     "minmax_write": "(Tensor(a!) bounds, Tensor pages, Tensor keys) -> ()",
     "minmax_score": "(Tensor bounds, Tensor pages, Tensor queries, float scale) -> Tensor",
@@ -95,15 +98,17 @@ def _fake_select(
     selected_at: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
+    floor: torch.Tensor,
     step: int,
     max_new: int,
     pooled: int,
     margin: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*mass.shape[:2], min(max_new, mass.shape[2], resident.shape[2]))
     return (
         mass.new_empty(shape, dtype=torch.int64),
         mass.new_empty(shape, dtype=torch.int64),
+        torch.empty_like(resident),
         torch.empty_like(selected_at),
         mass.new_empty((mass.shape[0], 2), dtype=torch.int64),
     )
@@ -117,6 +122,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "block_mass": _fake_mass,
     "top_missing": _fake_missing,
     "select": _fake_select,
+    "exchange_slots": lambda slots, free, count, rows, kept, places: torch.empty_like(places),
     "minmax_write": _nothing,
     "minmax_score": lambda bounds, pages, queries, scale: _like_logits(queries, pages),
     "minmax4_write": _nothing,
@@ -143,7 +149,8 @@ paged_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("paged_a
 exact_logits: Callable[..., torch.Tensor] = _op("exact_logits")
 block_mass: Callable[..., torch.Tensor] = _op("block_mass")
 top_missing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("top_missing")
-select: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _op("select")
+select: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _op("select")
+exchange_slots: Callable[..., torch.Tensor] = _op("exchange_slots")
 minmax_write: Callable[..., None] = _op("minmax_write")
 minmax_score: Callable[..., torch.Tensor] = _op("minmax_score")
 minmax4_write: Callable[..., None] = _op("minmax4_write")

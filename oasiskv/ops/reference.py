@@ -173,48 +173,95 @@ def select(
     selected_at: Tensor,
     low: Tensor,
     high: Tensor,
+    floor: Tensor,
     step: int,
     max_new: int,
     pooled: int,
     margin: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Swap the best missing blocks for the worst resident ones.
 
-    The i-th best missing block replaces the i-th worst resident one while the gain in mass exceeds `margin`. Places that are
-    empty, or whose block is no candidate any more, are worst of all and filled for any gain above 0. Among residents of
-    equal mass the least recently selected goes first.
+    The i-th best missing block goes to the i-th worst place while the gain in mass exceeds `margin`. A place is worth the mass
+    of its block, but at least `floor`, which is also what an empty place is worth, and one whose block is no candidate any
+    more. Among places of equal worth the least recently selected goes first. A block whose mass is below `floor - margin` is
+    given up even if nothing replaces it. With a floor of -1 nothing is given up, and any mass above 0 may fill an empty place.
 
     Args:
         mass, resident, low, high: as in `top_missing`.
-        selected_at: `(S, H, C)`, the step at which each resident block last was among the best C candidates.
+        selected_at: `(S, H, C)`, the step at which each resident block last was among the wanted ones.
+        floor: `(S,)` in float32.
         step: the present step, written to `selected_at`.
         max_new: most swaps per head.
         pooled: most swaps of all heads of a sequence together; those that gain most are kept.
 
     Returns:
         The places that change and their new blocks, `(S, H, K)` with K = min(max_new, N, C), `EMPTY` where there is no swap;
-        the new `selected_at`, `(S, H, C)`; and `(S, 2)`: how many of the wanted blocks were resident, and how many were wanted.
+        `resident` with those places and the given up ones `EMPTY`, `(S, H, C)`; the new `selected_at`, `(S, H, C)`; and
+        `(S, 2)`: how many of the wanted blocks (the best C above the floor) were resident, and how many were wanted.
     """
     places = resident.shape[2]
+    least = floor[:, None, None]
     candidates = _candidates(mass, low, high)
     eligible = (resident >= low[:, None, None]) & (resident < high[:, None, None])
     held = mass.gather(2, resident.clamp(min=0, max=mass.shape[2] - 1)).masked_fill(~eligible, -1.0)
     ranked = mass.masked_fill(~candidates, -1.0)
     wanted = ranked.topk(min(places, mass.shape[2]), dim=2).values
-    threshold = wanted[..., -1:].clamp(min=0.0)
+    threshold = torch.maximum(wanted[..., -1:], least).clamp(min=0.0)
     hit = eligible & (held >= threshold)
-    counts = torch.stack([hit.sum((1, 2)), (wanted >= 0).sum((1, 2))], dim=1)
+    counts = torch.stack([hit.sum((1, 2)), ((wanted >= 0) & (wanted >= least)).sum((1, 2))], dim=1)
     stamps = torch.where(hit, step, selected_at)
+    given_up = (resident >= 0) & (held < least - margin)
+    worth = torch.maximum(held, least)
 
     block, gain = top_missing(mass, resident, low, high, min(max_new, places))
     oldest_first = stamps.argsort(dim=2, stable=True)
-    worst_first = oldest_first.gather(2, held.gather(2, oldest_first).argsort(dim=2, stable=True))
+    worst_first = oldest_first.gather(2, worth.gather(2, oldest_first).argsort(dim=2, stable=True))
     paired = worst_first[..., : block.shape[2]]
-    floor = held.gather(2, paired)
-    accept = (block >= 0) & torch.where(floor < 0, gain > 0, gain > floor + margin)
-    accept = _best(accept, gain - floor.clamp(min=0), pooled)
+    lost = worth.gather(2, paired)
+    accept = (block >= 0) & torch.where(lost < 0, gain > 0, gain > lost + margin)
+    accept = _best(accept, gain - lost.clamp(min=0), pooled)
     stamps = stamps.scatter(2, paired, torch.where(accept, step, stamps.gather(2, paired)))
-    return torch.where(accept, paired, EMPTY), torch.where(accept, block, EMPTY), stamps, counts
+    given_up |= torch.zeros_like(given_up).scatter(2, paired, accept)
+    kept = resident.masked_fill(given_up, EMPTY)
+    return torch.where(accept, paired, EMPTY), torch.where(accept, block, EMPTY), kept, stamps, counts
+
+
+def exchange_slots(
+    slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor
+) -> Tensor:
+    """Put the slots of empty places on a stack, and take slots from it for places that are filled anew.
+
+    Args:
+        slots: `(T, H, C)`, the slot of each place, `EMPTY` where it has none; written.
+        free: `(T, F)`, a stack of slots per row; written.
+        count: `(T,)`, how many slots are on each stack; written.
+        rows: `(S,)`, which rows of these tables are meant.
+        kept: `(S, H, C)`, the blocks that stay, `EMPTY` elsewhere; see `select`.
+        places: `(S, H, K)`, those that are filled, best first, `EMPTY` where there are no more. One that has a slot keeps it.
+
+    Returns:
+        `places` without those for which no slot was left; the best blocks of all heads are served first.
+    """
+    own, stack, depth = slots[rows], free[rows], count[rows]
+    again = torch.zeros((*own.shape[:2], own.shape[2] + 1), dtype=torch.bool, device=own.device)
+    again.scatter_(2, torch.where(places >= 0, places, own.shape[2]), True)
+    given = ((kept < 0) & ~again[..., :-1] & (own >= 0)).flatten(1)
+    top = torch.where(given, depth[:, None] + given.cumsum(1) - 1, stack.shape[1])
+    stack = torch.nn.functional.pad(stack, (0, 1)).scatter(1, top, own.flatten(1))
+    depth = depth + given.sum(1)
+    own = own.masked_fill(given.view_as(own), EMPTY)
+
+    place = places.clamp(min=0)
+    needs = ((places >= 0) & (own.gather(2, place) < 0)).transpose(1, 2).flatten(1)
+    order = needs.cumsum(1)
+    served = needs & (order <= depth[:, None])
+    taken = stack.gather(1, torch.where(served, depth[:, None] - order, stack.shape[1] - 1))
+    by_place = (places.shape[0], places.shape[2], places.shape[1])
+    served, taken, needs = (table.view(by_place).transpose(1, 2) for table in (served, taken, needs))
+    padded = torch.nn.functional.pad(own, (0, 1))
+    padded.scatter_(2, torch.where(served, place, own.shape[2]), taken)
+    slots[rows], free[rows], count[rows] = padded[..., :-1], stack[:, :-1], depth - served.sum((1, 2))
+    return places.masked_fill(needs & ~served, EMPTY)
 
 
 def _best(accept: Tensor, gain: Tensor, count: int) -> Tensor:

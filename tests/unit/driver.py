@@ -146,7 +146,7 @@ class Driver:
 
     def selected(self, sequence, layer):
         """The selected blocks of each kv head, as sets."""
-        table = self.manager.rooms.sets.selected[layer][sequence.row].tolist()
+        table = self.manager.rooms.sets.selected.blocks[layer][sequence.row].tolist()
         return [{block for block in blocks if block >= 0} for blocks in table]
 
     def full(self, sequence, rows):

@@ -97,31 +97,54 @@ def top_missing(mass, resident, low, high, count):
     return result
 
 
-def select(mass, resident, selected_at, low, high, step, max_new, pooled, margin):
-    """The resident blocks and their stamps afterwards, both `(S, H, C)`, and the counts `(S, 2)`."""
+def select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin):
+    """The resident blocks and their stamps afterwards, both `(S, H, C)`; what is kept of `resident`; and the counts `(S, 2)`."""
     sequences, heads, blocks = mass.shape
     places = resident.shape[2]
-    after, stamps = resident.clone(), selected_at.clone()
+    kept, after, stamps = resident.clone(), resident.clone(), selected_at.clone()
     counts = torch.zeros((sequences, 2), dtype=torch.int64)
     missing = top_missing(mass, resident, low, high, min(max_new, places))
     for s in range(sequences):
-        swaps = []
+        swaps, least = [], float(floor[s])
         for h in range(heads):
             score = mass[s, h].tolist()
             candidates = sorted((score[n] for n in range(blocks) if low[s] <= n < high[s]), reverse=True)
-            wanted = candidates[:places]
+            wanted = [value for value in candidates[:places] if value >= least]
             held = [score[n] if low[s] <= n < high[s] else -1.0 for n in resident[s, h].tolist()]
-            enough = wanted[-1] if len(wanted) == places else 0.0
+            enough = wanted[-1] if len(wanted) == places else max(least, 0.0)
             for place in range(places):
                 if held[place] >= enough:
                     counts[s, 0] += 1
                     stamps[s, h, place] = step
+                if held[place] < least - margin:
+                    kept[s, h, place] = after[s, h, place] = EMPTY
             counts[s, 1] += len(wanted)
-            worst = sorted(range(places), key=lambda place: (held[place], int(stamps[s, h, place]), place))
+            worth = [max(value, least) for value in held]
+            worst = sorted(range(places), key=lambda place: (worth[place], int(stamps[s, h, place]), place))
             for place, (block, gain) in zip(worst, missing[s * heads + h], strict=False):
-                if (gain > 0) if held[place] < 0 else (gain > held[place] + margin):
-                    swaps.append((gain - max(held[place], 0.0), h, place, block))
+                if (gain > 0) if worth[place] < 0 else (gain > worth[place] + margin):
+                    swaps.append((gain - max(worth[place], 0.0), h, place, block))
         for _, h, place, block in sorted(swaps, key=lambda swap: -swap[0])[:pooled]:
-            after[s, h, place] = block
+            kept[s, h, place], after[s, h, place] = EMPTY, block
             stamps[s, h, place] = step
-    return after, stamps, counts
+    return after, kept, stamps, counts
+
+
+def exchange_slots(slots, free, rows, kept, places):
+    """`free` is a list of stacks. Returns the slots afterwards, the stacks, and the places that were served."""
+    slots, free, served = slots.clone(), [list(stack) for stack in free], places.clone()
+    for s, row in enumerate(rows.tolist()):
+        for h in range(kept.shape[1]):
+            for place in range(kept.shape[2]):
+                if kept[s, h, place] < 0 and place not in places[s, h].tolist() and slots[row, h, place] >= 0:
+                    free[row].append(int(slots[row, h, place]))
+                    slots[row, h, place] = EMPTY
+        for k in range(places.shape[2]):
+            for h in range(places.shape[1]):
+                place = int(places[s, h, k])
+                if place >= 0 and slots[row, h, place] < 0:
+                    if free[row]:
+                        slots[row, h, place] = free[row].pop()
+                    else:
+                        served[s, h, k] = EMPTY
+    return slots, free, served

@@ -134,7 +134,7 @@ def test_a_hint_that_is_exact_chooses_by_the_queries_of_the_step(workers):
         mass = chosen[-1][1][0]
         low, high = config.sink_blocks, 156 // 4 - config.window_blocks
         best = mass[:, low:high].topk(config.selected_blocks).indices + low
-        resident = manager.rooms.sets.selected[2][0]
+        resident = manager.rooms.sets.selected.blocks[2][0]
         assert torch.equal(best.sort().values, resident.sort().values)
 
 

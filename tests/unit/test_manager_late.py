@@ -125,12 +125,11 @@ def test_blocks_of_a_transfer_in_progress_are_left_out_and_counted(driver, sched
 
 def poison_places(driver, layer, places):
     """What a half-done copy may leave in the places that are filling."""
-    first = driver.manager.config.budget_blocks - driver.manager.config.selected_blocks
+    rooms = driver.manager.rooms
     for head, head_places in enumerate(places[0].tolist()):
         for place in head_places:
             if place >= 0:
-                slot = driver.sequence.strips[first + place] * SHAPE.kv_heads + head
-                driver.manager.rooms.pool.layers[layer][slot] = math.nan
+                rooms.pool.slots[rooms.sets.selected.slots[layer][driver.sequence.row, head, place]] = math.nan
 
 
 def test_a_late_block_may_be_read_in_place_by_correction(scheduler):

@@ -45,7 +45,15 @@ def _arguments():
         "exact_logits": (torch.randn(1, 2, 4, 8), pool, torch.tensor([[2, 0, -1]]), 2, 0.5),
         "block_mass": (torch.randn(2, 3, 4, 5), torch.tensor([5, 0]), 2),
         "top_missing": (mass, resident, low, high, 3),
-        "select": (mass, resident, torch.zeros_like(resident), low, high, 7, 1, 1, 0.1),
+        "select": (mass, resident, torch.zeros_like(resident), low, high, torch.tensor([-1.0, 0.2]), 7, 1, 1, 0.1),
+        "exchange_slots": (
+            torch.tensor([[[4, -1], [5, 6]]]),
+            torch.tensor([[7, -1, -1]]),
+            torch.tensor([1]),
+            torch.tensor([0]),
+            torch.tensor([[[9, -1], [-1, 8]]]),
+            torch.tensor([[[1], [-1]]]),
+        ),
         "minmax_write": (torch.zeros(4, 2, 2, 8), torch.tensor([3, 1]), torch.randn(2, 2, 4, 8)),
         "minmax_score": (torch.randn(4, 2, 2, 8), torch.tensor([[3, -1]]), torch.randn(1, 2, 4, 8), 0.5),
         "minmax4_write": (*_bounds4(4), torch.tensor([3, 1]), torch.randn(2, 2, 4, 8), True),
@@ -117,7 +125,8 @@ def test_attention_agrees_with_its_shape_function_for_one_row(kv_heads, group):
 @pytest.mark.parametrize("max_new", [0, 2, 9])
 def test_select_agrees_with_its_shape_function_at_the_ends_of_its_width(max_new, pooled):
     mass, resident, low, high = _tables()
-    arguments = (mass, resident, torch.zeros_like(resident), low, high, 7, max_new, pooled, 0.1)
+    floor = torch.tensor([-1.0, 0.2])
+    arguments = (mass, resident, torch.zeros_like(resident), low, high, floor, 7, max_new, pooled, 0.1)
     torch.library.opcheck(torch.ops.oasiskv.select.default, arguments)
 
 

@@ -6,19 +6,21 @@ from oasiskv import ops
 from . import naive
 
 
-def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, margin=0.0, pooled=99):
+def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, margin=0.0, pooled=99, floor=-1.0):
     """One sequence, one head: lists in, `(resident, stamps, counts)` lists out, with the swaps applied."""
     mass = torch.tensor(mass)[None, None]
     resident = torch.tensor(resident)[None, None]
     stamps = torch.zeros_like(resident) if selected_at is None else torch.tensor(selected_at)[None, None]
     bounds = torch.tensor([low]), torch.tensor([mass.shape[2] if high is None else high])
-    places, blocks, stamps, counts = ops.select(mass, resident, stamps, *bounds, step, max_new, pooled, margin)
-    return apply(resident, places, blocks)[0, 0].tolist(), stamps[0, 0].tolist(), counts[0].tolist()
+    least = torch.tensor([floor])
+    places, blocks, kept, stamps, counts = ops.select(mass, resident, stamps, *bounds, least, step, max_new, pooled, margin)
+    return apply(kept, places, blocks)[0, 0].tolist(), stamps[0, 0].tolist(), counts[0].tolist()
 
 
-def apply(resident, places, blocks):
-    after = resident.clone()
+def apply(kept, places, blocks):
+    after = kept.clone()
     assert torch.equal(places < 0, blocks < 0)
+    assert (kept.gather(2, places.clamp(min=0))[places >= 0] < 0).all()
     for s, h, k in (places >= 0).nonzero().tolist():
         after[s, h, places[s, h, k]] = blocks[s, h, k]
     return after
@@ -42,10 +44,13 @@ def test_select_equals_the_loop(seed):
     low = torch.randint(0, 3, (3,), generator=generator)
     high = torch.randint(0, blocks + 1, (3,), generator=generator)
     margin, pooled = 0.25 * number(0, 2), number(0, 7)
-    found_places, found_blocks, found_stamps, counts = ops.select(mass, resident, stamps, low, high, 7, max_new, pooled, margin)
+    floor = torch.tensor([-1.0, 0.0, 0.5])[torch.randperm(3, generator=generator)]
+    arguments = mass, resident, stamps, low, high, floor, 7, max_new, pooled, margin
+    found_places, found_blocks, kept, found_stamps, counts = ops.select(*arguments)
     assert found_places.shape == found_blocks.shape == (3, 2, min(max_new, blocks, places))
-    after, expected_stamps, expected_counts = naive.select(mass, resident, stamps, low, high, 7, max_new, pooled, margin)
-    assert torch.equal(apply(resident, found_places, found_blocks), after)
+    after, expected_kept, expected_stamps, expected_counts = naive.select(*arguments)
+    assert torch.equal(kept, expected_kept)
+    assert torch.equal(apply(kept, found_places, found_blocks), after)
     assert torch.equal(found_stamps, expected_stamps)
     assert torch.equal(counts, expected_counts)
 
@@ -57,16 +62,17 @@ def test_the_best_missing_block_replaces_the_worst_resident_one():
 def test_heads_share_what_may_be_loaded_and_the_largest_gains_come_first():
     mass = torch.tensor([[[0.1, 0.2, 0.9, 0.8], [0.1, 0.2, 0.6, 0.3]]])
     resident = torch.tensor([[[0, 1], [0, 1]]])
-    bounds = torch.tensor([0]), torch.tensor([4])
+    bounds = torch.tensor([0]), torch.tensor([4]), torch.tensor([-1.0])
     for pooled, expected in ((0, [[0, 1], [0, 1]]), (1, [[2, 1], [0, 1]]), (2, [[2, 3], [0, 1]]), (3, [[2, 3], [2, 1]])):
-        places, blocks, stamps, _ = ops.select(mass, resident, torch.zeros_like(resident), *bounds, 5, 2, pooled, 0.0)
-        after = apply(resident, places, blocks)
+        places, blocks, kept, stamps, _ = ops.select(mass, resident, torch.zeros_like(resident), *bounds, 5, 2, pooled, 0.0)
+        after = apply(kept, places, blocks)
         assert after[0].tolist() == expected
         assert ((stamps == 5) >= (after != resident)).all()
     # Sequences have budgets of their own: a batch gives what its parts give.
     both = [table.repeat(2, 1, 1) for table in (mass, resident)]
-    places, blocks, _, _ = ops.select(*both, torch.zeros_like(both[1]), *(bound.repeat(2) for bound in bounds), 5, 2, 1, 0.0)
-    assert apply(both[1], places, blocks).tolist() == [[[2, 1], [0, 1]]] * 2
+    bounds = (bound.repeat(2) for bound in bounds)
+    places, blocks, kept, _, _ = ops.select(*both, torch.zeros_like(both[1]), *bounds, 5, 2, 1, 0.0)
+    assert apply(kept, places, blocks).tolist() == [[[2, 1], [0, 1]]] * 2
 
 
 def test_a_swap_needs_more_gain_than_the_margin():
@@ -128,6 +134,50 @@ def test_stamps_of_wanted_and_new_blocks_are_renewed_and_others_stay():
     assert stamps == [9, 2]
 
 
+def test_an_empty_place_is_worth_the_floor():
+    assert run([0.1, 0.2, 0.4], [-1, -1], floor=0.25)[0] == [2, -1]
+    assert run([0.1, 0.2, 0.4], [-1, -1], floor=0.25, margin=0.25)[0] == [-1, -1]
+
+
+def test_a_block_far_below_the_floor_is_given_up_and_one_near_it_stays():
+    assert run([0.1, 0.2, 0.4], [0, 1], floor=0.25, margin=0.1, high=2)[0] == [-1, 1]
+    assert run([0.1, 0.2, 0.4], [0, 1], floor=0.25, margin=0.1)[0] == [2, 1]
+    assert run([0.1, 0.2, 0.4], [0, 2], floor=0.25, low=1)[0] == [-1, 2]
+
+
+def test_only_blocks_above_the_floor_are_wanted():
+    assert run([0.4, 0.3, 0.2, 0.1], [0, 3, -1], floor=0.25, margin=1.0)[2] == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_are_exchanged_as_by_the_loop(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    heads, places, most = number(1, 4), number(1, 6), number(1, 5)
+    order = torch.randperm(3 * heads * places, generator=generator)
+    slots = torch.where(torch.rand(3, heads, places, generator=generator) < 0.6, order.view(3, heads, places), -1)
+    depth = torch.tensor([number(0, 4) for _ in range(3)])
+    free = torch.full((3, heads * places + 4), -1)
+    for row, count in enumerate(depth.tolist()):
+        free[row, :count] = 1000 + 10 * row + torch.arange(count)
+    rows = torch.tensor([2, 0])
+    kept = torch.where(torch.rand(2, heads, places, generator=generator) < 0.5, 5, -1)
+    filled = torch.full((2, heads, most), -1)
+    for s in range(2):
+        for h in range(heads):
+            empty = (kept[s, h] < 0).nonzero().flatten()
+            some = empty[torch.randperm(len(empty), generator=generator)][: number(0, most + 1)]
+            filled[s, h, : len(some)] = some
+    stacks = [free[row, :count].tolist() for row, count in enumerate(depth.tolist())]
+    after, left, expected = naive.exchange_slots(slots, stacks, rows, kept, filled)
+    assert torch.equal(ops.exchange_slots(slots, free, depth, rows, kept, filled), expected)
+    assert torch.equal(slots, after)
+    assert [free[row, :count].tolist() for row, count in enumerate(depth.tolist())] == left
+
+
 def test_fewer_blocks_than_places():
     assert run([0.5], [-1, -1, -1])[0].count(0) == 1
 
@@ -162,6 +212,6 @@ def test_top_missing_ignores_residents_beyond_the_blocks():
 def test_nothing_is_written():
     mass, resident, stamps = torch.rand(1, 1, 6), torch.tensor([[[0, -1]]]), torch.tensor([[[3, 4]]])
     before = mass.clone(), resident.clone(), stamps.clone()
-    ops.select(mass, resident, stamps, torch.tensor([0]), torch.tensor([6]), 9, 2, 2, 0.0)
+    ops.select(mass, resident, stamps, torch.tensor([0]), torch.tensor([6]), torch.tensor([0.5]), 9, 2, 2, 0.0)
     ops.top_missing(mass, resident, torch.tensor([0]), torch.tensor([6]), 2)
     assert all(torch.equal(old, new) for old, new in zip(before, (mass, resident, stamps), strict=True))

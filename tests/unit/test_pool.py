@@ -30,25 +30,27 @@ def test_strips_are_conserved(strips):
         assert pool.free_strips == len(pool.free_list)
 
 
-def test_layers_have_the_slot_layout():
+def test_a_strip_is_a_slot_for_every_layer_and_head():
     pool = make_pool(3)
     assert pool.strip_bytes == STRIP_BYTES
-    assert [tuple(layer.shape) for layer in pool.layers] == [(6, 2, 4, 8)] * 2
-    assert all(layer.dtype == SHAPE.dtype for layer in pool.layers)
+    assert pool.slots.shape == (12, 2, 4, 8)
+    assert pool.slots.dtype == SHAPE.dtype
+    slots = pool.slots_of(torch.tensor([2, 0, 1]))
+    assert slots.shape == (2, 2, 3)
+    assert slots[:, :, 0].tolist() == [[8, 9], [10, 11]]
+    assert slots.flatten().sort().values.tolist() == list(range(12))
 
 
 def test_growing_keeps_the_content_and_takes_what_is_needed_only():
     pool = make_pool()
     first = pool.allocate(3)
-    for layer in pool.layers:
-        layer.copy_(torch.randn_like(layer))
-    before = [layer.clone() for layer in pool.layers]
+    pool.slots.copy_(torch.randn_like(pool.slots))
+    before = pool.slots.clone()
     second = pool.allocate(5)
     assert not set(first) & set(second)
     assert pool.num_strips == 8
     assert pool.allocated_bytes == 8 * STRIP_BYTES
-    for old, new in zip(before, pool.layers, strict=True):
-        assert torch.equal(new[: old.shape[0]], old)
+    assert torch.equal(pool.slots[: before.shape[0]], before)
 
 
 def test_freed_strips_are_used_before_the_pool_grows():
@@ -99,21 +101,25 @@ def test_a_limit_below_one_strip_is_refused():
 
 def test_poison_marks_fresh_and_freed_slots_and_spares_the_others():
     pool = make_pool(4, poison=True)
-    assert all(layer.isnan().all() for layer in pool.layers)
+    assert pool.slots.isnan().all()
     strips = pool.allocate(4)
-    for layer in pool.layers:
-        layer.fill_(1.0)
+    pool.slots.fill_(1.0)
     pool.release([strips[1]])
-    for layer in pool.layers:
-        by_strip = layer.view(4, 2, 2, 4, 8)
-        assert by_strip[strips[1]].isnan().all()
-        assert all((by_strip[strip] == 1.0).all() for strip in strips if strip != strips[1])
+    by_strip = [pool.slots[pool.slots_of(torch.tensor(strip)).flatten()] for strip in strips]
+    assert by_strip[1].isnan().all()
+    assert all((slots == 1.0).all() for slots in (by_strip[0], *by_strip[2:]))
 
 
 def test_without_poison_freed_slots_keep_their_bytes():
     pool = make_pool(2)
     strips = pool.allocate(2)
-    for layer in pool.layers:
-        layer.fill_(1.0)
+    pool.slots.fill_(1.0)
     pool.release(strips)
-    assert all((layer == 1.0).all() for layer in pool.layers)
+    assert (pool.slots == 1.0).all()
+
+
+def test_slots_are_moved_to_the_same_place_of_other_strips():
+    pool = make_pool(6)
+    slots = pool.slots_of(torch.tensor([4, 1]))
+    moved = pool.moved(torch.cat([slots.flatten(), torch.tensor([-1])]), [1, 4], [5, 0])
+    assert moved.tolist() == [*pool.slots_of(torch.tensor([0, 5])).flatten().tolist(), -1]

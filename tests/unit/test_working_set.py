@@ -40,17 +40,19 @@ def test_recent_queries_are_the_last_ones_in_order(sets):
 def test_growing_keeps_every_table(sets):
     sets.set_pages(2, 0, [7, 5])
     sets.set_strips(2, [4, 1, 3])
-    sets.selected[1][2] = 6
-    sets.selected_at[1][2] = 9
+    sets.selected.blocks[1][2] = 6
+    sets.selected.stamps[1][2] = 9
+    sets.selected.slots[1][2] = 3
     sets.remember_queries(1, torch.tensor([2]), rows_of(1, 2, 3, 4))
     sets.reserve_rows(10)
     assert sets.capacity == 10
     assert sets.pages[2, :2].tolist() == [7, 5]
     assert sets.strips[2, :3].tolist() == [4, 1, 3]
-    assert (sets.selected[1][2] == 6).all()
-    assert (sets.selected_at[1][2] == 9).all()
+    assert (sets.selected.blocks[1][2] == 6).all()
+    assert (sets.selected.stamps[1][2] == 9).all()
+    assert (sets.selected.slots[1][2] == 3).all()
     assert recent(sets, 2, layer=1) == [1, 2, 3, 4]
-    assert (sets.selected[0][3:] == -1).all()
+    assert (sets.selected.blocks[0][3:] == -1).all()
     sets.reserve_rows(4)
     assert sets.capacity == 10
 
@@ -74,21 +76,23 @@ def test_strips_beyond_the_budget_widen_the_table(sets):
 
 
 def test_trimming_forgets_blocks_that_the_window_took_over(sets):
-    sets.selected[0][1] = torch.tensor([[3, 8, 5], [7, 1, -1]])
-    sets.trim_selected(1, 7)
-    assert sets.selected[0][1].tolist() == [[3, -1, 5], [-1, 1, -1]]
+    sets.selected.blocks[0][1] = torch.tensor([[3, 8, 5], [7, 1, -1]])
+    sets.selected.trim(1, 7)
+    assert sets.selected.blocks[0][1].tolist() == [[3, -1, 5], [-1, 1, -1]]
 
 
-def test_a_copied_row_has_everything_but_the_strips(sets):
+def test_a_copied_row_has_everything_in_strips_of_its_own(sets):
     sets.set_pages(0, 0, [1, 2])
     sets.set_strips(0, [5, 6])
-    sets.selected[0][0] = 4
-    sets.selected_at[0][0] = 3
+    sets.selected.blocks[0][0] = 4
+    sets.selected.stamps[0][0] = 3
+    sets.selected.slots[1][0] = 7
     sets.remember_queries(0, torch.tensor([0]), rows_of(1, 2, 3, 4))
-    sets.copy_row(0, 2)
+    sets.copy_row(0, 2, lambda slots: slots + 10)
     assert sets.pages[2, :2].tolist() == [1, 2]
-    assert (sets.selected[0][2] == 4).all()
-    assert (sets.selected_at[0][2] == 3).all()
+    assert (sets.selected.blocks[0][2] == 4).all()
+    assert (sets.selected.stamps[0][2] == 3).all()
+    assert (sets.selected.slots[1][2] == 17).all()
     assert recent(sets, 2) == [1, 2, 3, 4]
     assert (sets.strips[2] == -1).all()
 
