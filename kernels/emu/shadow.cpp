@@ -65,26 +65,27 @@ Tensor *tensor_of(const char *byte) {
 int self() { return machine.current->number; }
 uint32_t now() { return warp_time[self() / 32]; }
 
-// Whether an access of this launch may happen at the same time as one of the current thread.
-bool at_once(uint32_t time, int thread) {
-    if (time < launch_began || thread == self()) return time >= launch_began && time < block_began;
+// Whether an access may happen at the same time as one of the current thread. What was before `since`, the beginning of the launch
+// or, in shared memory, of the block, has nothing to do with this.
+bool at_once(uint32_t since, uint32_t time, int thread) {
+    if (time < since || thread == self()) return time >= since && time < block_began;
     if (time < block_began) return true; // another block
     if (time < last_barrier) return false;
     return thread / 32 != self() / 32 || time >= now();
 }
 
-bool reads_at_once(const Record &r) {
-    if (r.read < launch_began) return false;
+bool reads_at_once(uint32_t since, const Record &r) {
+    if (r.read < since) return false;
     if (r.other_block_read) return true;
     if (r.read < block_began) return true;
     if (r.read < last_barrier) return false;
     if (r.many_warps_read) return true;
     if (r.many_read) return r.reader / 32 != self() / 32 || r.read >= now();
-    return at_once(r.read, r.reader);
+    return at_once(since, r.read, r.reader);
 }
 
-void note_read_by_self(Record &r) {
-    if (r.read < launch_began) {
+void note_read_by_self(uint32_t since, Record &r) {
+    if (r.read < since) {
         r.many_read = r.many_warps_read = r.other_block_read = false;
     } else if (r.read < block_began) {
         r.other_block_read = true;
@@ -106,15 +107,15 @@ const char *check(Record &r, Access access, bool shared) {
     const char *wrong = nullptr;
     const bool writes = access != Access::kRead;
     const uint32_t since = shared ? block_began : launch_began;
-    if (r.written >= since && at_once(r.written, r.writer) && !(r.atomic && access == Access::kAtomic))
+    if (at_once(since, r.written, r.writer) && !(r.atomic && access == Access::kAtomic))
         wrong = writes ? "two threads write without a barrier between them" : "a read of what another thread writes, without a barrier between them";
     if (r.pending && r.written >= since && access != Access::kAsyncEnd) wrong = "a cp.async has yet to write here: its wait is missing";
     if (!writes || access == Access::kAtomic) {
         if (shared && r.written < block_began) wrong = "a read of shared memory that nobody wrote";
-        if (access == Access::kRead) note_read_by_self(r);
+        if (access == Access::kRead) note_read_by_self(since, r);
     }
     if (writes) {
-        if (r.read >= since && reads_at_once(r)) wrong = "a write to what another thread reads, without a barrier between them";
+        if (reads_at_once(since, r)) wrong = "a write to what another thread reads, without a barrier between them";
         r.written = now();
         r.writer = static_cast<uint16_t>(self());
         r.atomic = access == Access::kAtomic;
