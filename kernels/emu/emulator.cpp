@@ -18,14 +18,12 @@ namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kMaxClosure = 4096;
-constexpr size_t kMaxFindings = 20;
 
 char *stacks = nullptr;
 alignas(1024) char shared_with_guards[kGuard + kMaxShared + kGuard];
 alignas(64) char closure_copy[kMaxClosure];
 void (*kernel_body)(const void *);
 std::string findings;
-size_t num_findings = 0;
 
 void wait_for(const uint64_t &counter, const char *what) {
     Thread &self = *machine.current;
@@ -81,6 +79,7 @@ void run_block() {
             machine.current = &thread;
             Fiber::change(machine.host, thread.fiber);
             machine.current = nullptr;
+            if (!findings.empty()) return;
             if (thread.ended) --left;
         }
         if (!progress) return report_deadlock();
@@ -122,7 +121,6 @@ bool on_a_stack(const void *where) {
 }
 
 void find(const char *format, ...) {
-    if (++num_findings > kMaxFindings) return;
     char text[512];
     va_list arguments;
     va_start(arguments, format);
@@ -134,6 +132,7 @@ void find(const char *format, ...) {
                   machine.current ? machine.current->number : -1);
     findings += text;
     findings += where;
+    if (machine.current) Fiber::change(machine.current->fiber, machine.host, true); // for good
 }
 
 Dim thread_index() { return machine.current->index; }
@@ -185,6 +184,7 @@ void run_grid(const char *kernel, Dim grid, Dim block, size_t shared_bytes, cons
         if (memory == MAP_FAILED) std::abort();
         stacks = static_cast<char *>(memory);
     }
+    if (!findings.empty()) return;
     machine.kernel = kernel;
     machine.num_threads = static_cast<int>(block.x * block.y * block.z);
     const bool fits = machine.num_threads % 32 == 0 && machine.num_threads <= kMaxThreads && shared_bytes <= kMaxShared;
@@ -204,7 +204,8 @@ void run_grid(const char *kernel, Dim grid, Dim block, size_t shared_bytes, cons
             for (unsigned x = 0; x < grid.x; ++x) {
                 begin_block(Dim(x, y, z));
                 run_block();
-                check_guards();
+                if (findings.empty()) check_guards();
+                if (!findings.empty()) return;
             }
 }
 
@@ -216,7 +217,6 @@ extern "C" {
 [[gnu::visibility("default")]] const char *emu_findings(void) { return emu::findings.c_str(); }
 [[gnu::visibility("default")]] void emu_clear(void) {
     emu::findings.clear();
-    emu::num_findings = 0;
     emu::shadow_forget_tensors();
 }
 [[gnu::visibility("default")]] void emu_tensor(const char *name, const void *data, size_t bytes, int writable) {

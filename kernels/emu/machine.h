@@ -58,7 +58,8 @@ extern Machine machine;
 // Where the fibers' stacks lie.
 bool on_a_stack(const void *where);
 
-// Keeps a finding for emu_findings(). printf-like.
+// Keeps a finding for emu_findings(), and ends the launch: a kernel does not come back from here, so that it can do no harm with what
+// was wrong. Launches do nothing until emu_clear(). printf-like.
 [[gnu::format(printf, 1, 2)]] void find(const char *format, ...);
 
 } // namespace emu

@@ -43,11 +43,11 @@ def test_float32(emulator, head_dim, block_size, group, rows):
     check(emulator, make_case(torch.float32, head_dim, block_size, group, rows))
 
 
-def long_case(dtype, places, arena_places, block_size=4, head_dim=64, rows=2):
+def long_case(dtype, places, arena_places, block_size=4, head_dim=64, rows=2, heads=2):
     """One sequence with more places than one split takes."""
     torch.manual_seed(1)
-    heads, pool = 2, torch.randn(2 * places + 3, 2, block_size, head_dim).to(dtype)
-    arena = torch.randn(2 * arena_places + 2, 2, block_size, head_dim).to(dtype)
+    pool = torch.randn(heads * places + 3, 2, block_size, head_dim).to(dtype)
+    arena = torch.randn(heads * arena_places + 2, 2, block_size, head_dim).to(dtype)
     slots = torch.randperm(pool.shape[0])[: heads * places].view(1, heads, places)
     arena_slots = torch.randperm(arena.shape[0])[: heads * arena_places].view(1, heads, arena_places)
     listed = torch.stack([torch.randperm(places + arena_places) for _ in range(heads)])[None]
