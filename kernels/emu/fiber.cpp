@@ -39,6 +39,9 @@ void Fiber::prepare(void *stack, size_t stack_bytes, void (*entry)()) {
     stack_ = stack;
     stack_bytes_ = stack_bytes;
     shadow_stack_ = nullptr;
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(stack, stack_bytes); // the fiber before this one left its frames
+#endif
 #if defined(__x86_64__)
     auto *top = reinterpret_cast<uintptr_t *>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) & ~uintptr_t{15});
     *--top = 0; // the caller of `entry`
