@@ -8,6 +8,9 @@ namespace oasis {
 struct Kernels {
     const char *name;
     void (*paged_attention)(const oasis_paged_attention_args &);
+    void (*exact_logits)(const oasis_exact_logits_args &);
+    void (*block_mass)(const oasis_block_mass_args &);
+    int64_t (*collect_best)(const float *mass, int64_t first, int64_t last, int64_t count, uint64_t *found, int32_t *room);
     float (*read_slots)(const oasis_read_slots_args &);
 };
 
