@@ -4,10 +4,8 @@
 #include "declarations.h"
 #include "ranking.h"
 #include "simd.h"
-#include "workspace.h"
 
 #include <algorithm>
-#include <functional>
 #include <limits>
 
 namespace oasis::OASIS_ISA {
@@ -23,9 +21,10 @@ OASIS_INLINE I32 ordered(F32 mass) {
 
 } // namespace
 
-// Appends the candidates among mass[first .. last) to `found`, at least the best `count` of them (count > 0); returns how many it appended. `found`
-// has room for all of them, `room` for (last - first) / kLanes + 1 vectors of integers.
-int64_t collect_best(const float *mass, int64_t first, int64_t last, int64_t count, uint64_t *found, int32_t *room) {
+// Writes the candidates among mass[first .. last), at least the best `count` of them (count > 0), and returns how many it has written:
+// what `ordered` makes of the mass, and the block. The three arrays have room for all candidates.
+int64_t collect_best(const float *mass, int64_t first, int64_t last, int64_t count, int32_t *orders, int32_t *blocks,
+                     int32_t *room) {
     const int64_t vectors = (last - first) / kLanes;
     const int64_t per_group = vectors * kLanes / (kGroupsPerCandidate * count), groups = per_group ? vectors / per_group * kLanes : 0;
     float bound = -std::numeric_limits<float>::infinity();
@@ -37,19 +36,22 @@ int64_t collect_best(const float *mass, int64_t first, int64_t last, int64_t cou
             for (int64_t i = 1; i < per_group; ++i) most = larger(most, load(group + i * kLanes));
             store(room + g, ordered(most));
         }
-        std::nth_element(room, room + count - 1, room + groups, std::greater<>());
-        bound = mass_of(room[count - 1]);
+        bound = mass_of(kth_largest(room, groups, count, count / 8));
     }
     int64_t number = 0, i = first;
     for (; i + kLanes <= last; i += kLanes) {
         const F32 masses = load(mass + i);
         for (uint32_t bits = bits_of(~(masses < bound)); bits; bits &= bits - 1) { // NaN is not below
             const int64_t block = i + __builtin_ctz(bits);
-            found[number++] = candidate(oasis::ordered(mass[block]), block);
+            orders[number] = oasis::ordered(mass[block]);
+            blocks[number++] = static_cast<int32_t>(block);
         }
     }
     for (; i < last; ++i)
-        if (!(mass[i] < bound)) found[number++] = candidate(oasis::ordered(mass[i]), i);
+        if (!(mass[i] < bound)) {
+            orders[number] = oasis::ordered(mass[i]);
+            blocks[number++] = static_cast<int32_t>(i);
+        }
     return number;
 }
 

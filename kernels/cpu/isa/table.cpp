@@ -14,6 +14,8 @@ const Kernels table{
     .exact_logits = exact_logits,
     .block_mass = block_mass,
     .collect_best = collect_best,
+    .kth_largest = kth_largest,
+    .count_at_least = count_at_least,
     .read_slots = read_slots,
 };
 
