@@ -67,7 +67,7 @@ class Ranking {
             among = std::copy_if(missing_, missing_ + among, missing_, [&](Candidate c) { return c >= least; }) - missing_;
         }
         std::sort(missing_, missing_ + among, std::greater<>());
-        // Whatever is no missing candidate counts as -1, and stands before a candidate of less.
+        // Whatever is no missing candidate counts as -1; so does one of less.
         std::fill_n(blocks, count, OASIS_EMPTY);
         std::fill_n(mass, count, -1.0f);
         for (int64_t i = 0; i < std::min(among, count); ++i) {
