@@ -1,7 +1,7 @@
 """Moving and attending in native code: what a call must look like, and its way into the library.
 
-Each op has the signature of its reference. An argument that cannot be right raises `InputError`. What the library has no code for
-(mixed dtypes, a written tensor that is a view) goes to the reference. Tensors that are only read are made dense.
+Each op has the signature of its reference. An argument that cannot be right raises `InputError`. What the library has no code
+for (mixed dtypes, a written tensor that is a view) goes to the reference. Tensors that are only read are made dense.
 """
 
 from __future__ import annotations
