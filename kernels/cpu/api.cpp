@@ -11,6 +11,11 @@ extern "C" size_t oasis_struct_size(int32_t op) {
     case OASIS_APPEND_ROWS: return sizeof(oasis_append_rows_args);
     case OASIS_COPY_BLOCKS: return sizeof(oasis_copy_blocks_args);
     case OASIS_PAGED_ATTENTION: return sizeof(oasis_paged_attention_args);
+    case OASIS_EXACT_LOGITS: return sizeof(oasis_exact_logits_args);
+    case OASIS_BLOCK_MASS: return sizeof(oasis_block_mass_args);
+    case OASIS_TOP_MISSING: return sizeof(oasis_top_missing_args);
+    case OASIS_SELECT: return sizeof(oasis_select_args);
+    case OASIS_EXCHANGE_SLOTS: return sizeof(oasis_exchange_slots_args);
     case OASIS_READ_SLOTS: return sizeof(oasis_read_slots_args);
     default: return 0;
     }

@@ -29,3 +29,19 @@ extern "C" int32_t oasis_paged_attention(const oasis_paged_attention_args *args)
     kernels().paged_attention(a);
     return OASIS_OK;
 }
+
+extern "C" int32_t oasis_exact_logits(const oasis_exact_logits_args *args) {
+    const auto &a = *args;
+    if (!sizes_fit(a.query_heads, a.kv_heads, a.dtype, a.block_size, a.head_dim)) return OASIS_INVALID;
+    if (!entries_within("pages", a.pages, a.sequences * a.blocks, a.num_pages)) return OASIS_OUT_OF_RANGE;
+    kernels().exact_logits(a);
+    return OASIS_OK;
+}
+
+extern "C" int32_t oasis_block_mass(const oasis_block_mass_args *args) {
+    if (args->kv_heads < 1 || args->query_heads % args->kv_heads)
+        return fail(OASIS_INVALID, "query_heads is %lld, no multiple of kv_heads %lld", static_cast<long long>(args->query_heads),
+                    static_cast<long long>(args->kv_heads));
+    kernels().block_mass(*args);
+    return OASIS_OK;
+}

@@ -68,6 +68,24 @@ OASIS_INLINE F32 load(const F16 *from) {
 #endif
 }
 
+template <size_t... lane> OASIS_INLINE I32 numbers(std::index_sequence<lane...>) { return I32{static_cast<int32_t>(lane)...}; }
+
+// 0, 1, 2, ...
+OASIS_INLINE I32 lane_numbers() { return numbers(std::make_index_sequence<kLanes>()); }
+
+// Bit i of the result is set where lane i of a comparison's result is.
+OASIS_INLINE uint32_t bits_of(I32 mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
+#elif defined(__AVX2__) && !defined(OASIS_16_LANES)
+    return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
 // The first `count` elements, zeros behind; nothing beyond them is read. count <= kLanes.
 template <class T> OASIS_INLINE F32 load_first(const T *from, int64_t count) {
     if (count == kLanes) return load(from);
@@ -79,12 +97,16 @@ template <class T> OASIS_INLINE F32 load_first(const T *from, int64_t count) {
 OASIS_INLINE void store(float *to, F32 v) { std::memcpy(to, &v, sizeof v); }
 OASIS_INLINE void store(int32_t *to, I32 v) { std::memcpy(to, &v, sizeof v); }
 
-// To nearest, ties to even; every NaN becomes the one that torch writes.
-OASIS_INLINE void store(BF16 *to, F32 v) {
+// The bits of the nearest bf16, ties to even; every NaN becomes the one that torch writes.
+OASIS_INLINE U32 rounded_to_bf16(F32 v) {
     const U32 bits = reinterpret_cast<U32>(v);
     const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const U32 nan = reinterpret_cast<U32>(v != v);
-    const U16 narrow = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), U16);
+    return (rounded & ~nan) | (nan & 0x7fc0u);
+}
+
+OASIS_INLINE void store(BF16 *to, F32 v) {
+    const U16 narrow = __builtin_convertvector(rounded_to_bf16(v), U16);
     std::memcpy(to, &narrow, sizeof narrow);
 }
 
@@ -177,6 +199,20 @@ OASIS_INLINE F32 exp2_nonpositive(F32 x) {
     const F32 result = reinterpret_cast<F32>(reinterpret_cast<I32>(power) + exponent);
     const F32 zeroed = x < -126.0f ? F32{} : result;
     return x == x ? zeroed : x;
+}
+
+// The natural logarithm of x >= 1, to 2 ulp; NaN stays NaN, and any other x gives some finite number.
+OASIS_INLINE F32 log_from_one(F32 x) {
+    const I32 bits = reinterpret_cast<I32>(x);
+    const I32 exponent = (bits - 0x3f3504f3) >> 23; // so that the mantissa is in sqrt(1/2) .. sqrt(2)
+    const F32 mantissa = reinterpret_cast<F32>(bits - (exponent << 23));
+    const F32 t = (mantissa - 1.0f) / (mantissa + 1.0f), t2 = t * t;
+    F32 series = t2 * (1.0f / 9) + (1.0f / 7);
+    series = series * t2 + (1.0f / 5);
+    series = series * t2 + (1.0f / 3);
+    series = series * t2 + 1.0f;
+    const F32 result = __builtin_convertvector(exponent, F32) * 0.69314718f + (t + t) * series;
+    return x == x ? result : x;
 }
 
 // Into the second-level cache: it can wait for more lines at once than the first level can. Measured on Zen 4 with scattered blocks of

@@ -16,9 +16,10 @@ import torch
 from ..errors import ConfigError, ReferenceOpsWarning
 from ._library import Library, LibraryUnavailable, load
 from .native import Attention, Moves
+from .native_selection import Selection
 
 VARIABLE = "OASISKV_OPS"
-_GROUPS: tuple[type, ...] = (Moves, Attention)
+_GROUPS: tuple[type, ...] = (Moves, Attention, Selection)
 """Each is made with a library and has ops as methods."""
 
 

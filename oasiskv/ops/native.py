@@ -1,6 +1,6 @@
 """Moving and attending in native code: what a call must look like, and its way into the library.
 
-Each op has the signature of its reference. An argument that cannot be right raises `InputError`; one that the library has no code
+Each op has the signature of its reference. An argument that cannot be right raises `InputError`. What the library has no code
 for (mixed dtypes, a written tensor that is a view) goes to the reference. Tensors that are only read are made dense.
 """
 
@@ -122,10 +122,11 @@ class Moves:
 
 
 class Attention:
-    """`paged_attention`."""
+    """`paged_attention` and `exact_logits`."""
 
     def __init__(self, library: Library) -> None:
         self._paged_attention = library.call("paged_attention")
+        self._exact_logits = library.call("exact_logits")
 
     def paged_attention(
         self,
@@ -163,9 +164,7 @@ class Attention:
         dense = pool.is_contiguous() and (arena is None or arena.is_contiguous())
         alike = queries.dtype is pool.dtype and (arena is None or arena.dtype is pool.dtype)
         if dtype is None or not dense or not alike:
-            return reference.paged_attention(
-                queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale
-            )
+            return reference.paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale)
         queries = queries if queries.stride(3) == 1 else queries.contiguous()
         slots, blocks, positions = table("slots", slots), table("blocks", blocks), table("positions", positions)
         output = torch.empty((sequences, rows, query_heads, head_dim), dtype=queries.dtype, device=queries.device)
@@ -201,3 +200,43 @@ class Attention:
         if served:
             return output, logsumexp
         return reference.paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale)
+
+    def exact_logits(self, queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float) -> Tensor:
+        """As the reference."""
+        require_slots("arena", arena)
+        num_slots, _, block_size, head_dim = arena.shape
+        if queries.dim() != 4 or queries.shape[3] != head_dim:
+            raise InputError(f"queries.shape is {tuple(queries.shape)}; it must be (sequences, rows, query_heads, {head_dim})")
+        sequences, rows, query_heads, _ = queries.shape
+        if kv_heads < 1 or query_heads % kv_heads or num_slots % kv_heads:
+            raise InputError(
+                f"kv_heads is {kv_heads}; it must divide the {query_heads} query heads and the {num_slots} slots of arena"
+            )
+        require_shape("pages", pages, (sequences, pages.shape[-1]), "(sequences, blocks)")
+        dtype = DTYPES.get(arena.dtype)
+        if dtype is None or queries.dtype is not arena.dtype or not arena.is_contiguous():
+            return reference.exact_logits(queries, arena, pages, kv_heads, scale)
+        queries, pages = queries if queries.stride(3) == 1 else queries.contiguous(), table("pages", pages)
+        blocks = pages.shape[1]
+        logits = torch.empty((sequences, rows, query_heads, blocks), dtype=torch.float32, device=queries.device)
+        strides = queries.stride()
+        served = self._exact_logits(
+            queries=queries.data_ptr(),
+            arena=arena.data_ptr(),
+            pages=pages.data_ptr(),
+            logits=logits.data_ptr(),
+            sequences=sequences,
+            rows=rows,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            blocks=blocks,
+            num_pages=num_slots // kv_heads,
+            queries_sequence_stride=strides[0],
+            queries_row_stride=strides[1],
+            queries_head_stride=strides[2],
+            dtype=dtype,
+            scale=scale,
+        )
+        return logits if served else reference.exact_logits(queries, arena, pages, kv_heads, scale)

@@ -11,6 +11,11 @@ extern const Kernels table;
 const Kernels table{
     .name = OASIS_TEXT(OASIS_ISA),
     .paged_attention = paged_attention,
+    .exact_logits = exact_logits,
+    .block_mass = block_mass,
+    .collect_best = collect_best,
+    .kth_largest = kth_largest,
+    .count_at_least = count_at_least,
     .read_slots = read_slots,
 };
 
