@@ -221,7 +221,7 @@ class Calls:
             free_slots=free,
             free_count=count,
             rows=rows,
-            resident=kept,
+            resident=0,
             kept=kept,
             places=places,
             granted=granted,
