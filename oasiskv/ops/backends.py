@@ -16,6 +16,7 @@ import torch
 from ..errors import ConfigError, ReferenceOpsWarning
 from ._library import Library, LibraryUnavailable, load
 from .native import Attention, Moves
+from .native_cuda import on_device
 from .native_selection import Selection
 
 VARIABLE = "OASISKV_OPS"
@@ -51,7 +52,7 @@ class Backends:
                 self.cuda = load("cuda")
             except LibraryUnavailable:
                 return  # said by available(); a machine without CUDA kernels is not a mistake
-            self._register(registry, self.cuda, "CUDA")
+            self._register(registry, self.cuda, "CUDA", lambda name, native: on_device(native, references[name]))
 
     def available(self) -> dict[str, dict[str, str]]:
         """For each op, "native" or "reference" for "cpu" and for "cuda"."""
@@ -63,11 +64,17 @@ class Backends:
             for name in self._names
         }
 
-    def _register(self, registry: torch.library.Library, library: Library, key: str) -> None:
+    def _register(
+        self,
+        registry: torch.library.Library,
+        library: Library,
+        key: str,
+        wrapped: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, native: native,
+    ) -> None:
         for group in _GROUPS:
             implementation = group(library)
             for name in library.ops.intersection(vars(group)):
-                registry.impl(name, getattr(implementation, name), key)
+                registry.impl(name, wrapped(name, getattr(implementation, name)), key)
 
     def _warn_at_first_use(
         self, registry: torch.library.Library, references: dict[str, Callable[..., Any]], reason: str
