@@ -22,6 +22,7 @@ from .scheduler import InlineScheduler, ThreadScheduler
 from .sequence import Phase, Sequence
 from .settling import refit_outgrown
 from .step import Step
+from .streams import StreamScheduler
 from .types import ModelShape
 from .working_set import WorkingSets, window_start
 
@@ -77,7 +78,11 @@ class KVManager:
             predictor=predictor,
             counters=Counters(),
         )
-        self.scheduler = scheduler or (ThreadScheduler(config.workers) if config.workers else InlineScheduler())
+        self.scheduler = scheduler or (
+            InlineScheduler()
+            if not config.workers
+            else (StreamScheduler(shape.device) if shape.device.type == "cuda" else ThreadScheduler(config.workers))
+        )
         self.tickets: list[Ticket | None] = [None] * shape.num_layers
         self.step_number = 0
         self.fitted_length: int | None = None

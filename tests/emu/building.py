@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels with g++ against the emulator. Each variant is a shared library with the C ABI and `emu_*` functions."""
+"""Compiles the CUDA kernels with g++ against the emulator, into libraries with the C ABI and the functions `emu_*`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from pathlib import Path
 KERNELS = Path(__file__).parents[2] / "kernels"
 COMPILER = shutil.which("g++")
 
-_COMMON = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+_COMMON = [
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+]
 # Contraction is off so that __fmul_rn and __fadd_rn are what they say.
 _KERNEL = [*_COMMON, "-O1", "-ffp-contract=off"]
 _RUNTIME = [*_COMMON, "-O2"]
 
-# What the kernels are compiled with, the emulator, and what the library is linked with. "checked" has the compiler announce every
-# access, as for ThreadSanitizer; the emulator's own hooks take the announcements.
+# What the kernels are compiled with, the emulator, and what the library is linked with. "checked" has the compiler announce
+# every access, as for ThreadSanitizer; the emulator's own hooks take the announcements.
 _FLAGS = {
     "plain": ([], [], []),
     "checked": (["-fsanitize=thread"], ["-DOASIS_EMU_CHECKED"], []),
@@ -37,7 +46,9 @@ def kernel_sources() -> list[Path]:
 
 def _compile(source: Path, flags: list[str], folder: Path, roots: list[Path], language: str) -> Path:
     target = folder / f"{source.stem}-{language.replace('+', 'x')}.o"
-    includes = [f"-I{root}" for root in (*roots, KERNELS / "cuda", KERNELS / "emu/include", KERNELS / "emu", KERNELS / "include")]
+    includes = [
+        f"-I{root}" for root in (*roots, KERNELS / "cuda", KERNELS / "emu/include", KERNELS / "emu", KERNELS / "include")
+    ]
     command = [str(COMPILER), *flags, *includes, "-c", "-x", "c++", str(source), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -75,9 +86,11 @@ class Build:
         assert text.count(before) == 1, f"{file} has {text.count(before)} times {before!r}"
         (folder / file).write_text(text.replace(before, after))
         # A header shadows the real one for all files that include it; a source is compiled in place of its original.
-        sources = [folder / file] if file.endswith(".cu") else [
-            source for source in kernel_sources() if f'"{file}"' in source.read_text()
-        ]
+        sources = (
+            [folder / file]
+            if file.endswith(".cu")
+            else [source for source in kernel_sources() if f'"{file}"' in source.read_text()]
+        )
         replaced = {}
         for source in sources:
             copy = folder / source.name

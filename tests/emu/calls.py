@@ -1,15 +1,18 @@
-"""The ops of `oasiskv.ops.reference` by a library of the ABI: the same arguments, the same results. Outputs begin as garbage."""
+"""The ops of `oasiskv.ops.reference` by a library of the ABI: same arguments, same results. Outputs begin as garbage."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .emulator import Emulator, dtype_of
+from .emulator import dtype_of
 
 
-def garbage(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype) if dtype.is_floating_point else torch.full(shape, 77, dtype=dtype)
+def garbage(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for a result beside `like` that holds what no result is."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype, device=like.device)
 
 
 def _queries(queries: Tensor) -> dict[str, object]:
@@ -40,12 +43,17 @@ def _keys(keys: Tensor) -> dict[str, object]:
     }
 
 
+class Runner(Protocol):
+    """Runs an op of the ABI on tensors and numbers."""
+
+    def run(self, name: str, **fields: object) -> None: ...
+
+
 class Calls:
     """Ops with the signatures of the reference."""
 
-    def __init__(self, emulator: Emulator) -> None:
-        self.emulator = emulator
-        self.run = emulator.run
+    def __init__(self, runner: Runner) -> None:
+        self.run = runner.run
 
     def append_rows(self, pool: Tensor, keys: Tensor, values: Tensor, slots: Tensor, offsets: Tensor) -> None:
         self.run(
@@ -92,7 +100,7 @@ class Calls:
         positions: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        output, logsumexp = garbage(queries.shape, queries.dtype), garbage(queries.shape[:3])
+        output, logsumexp = garbage(queries, queries.shape, queries.dtype), garbage(queries, queries.shape[:3])
         self.run(
             "paged_attention",
             **_queries(queries),
@@ -117,7 +125,7 @@ class Calls:
         return output, logsumexp
 
     def exact_logits(self, queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float) -> Tensor:
-        logits = garbage((*queries.shape[:3], pages.shape[1]))
+        logits = garbage(queries, (*queries.shape[:3], pages.shape[1]))
         self.run(
             "exact_logits",
             **_queries(queries),
@@ -135,7 +143,7 @@ class Calls:
 
     def block_mass(self, logits: Tensor, num_blocks: Tensor, kv_heads: int) -> Tensor:
         sequences, rows, query_heads, blocks = logits.shape
-        mass = garbage((sequences, rows, kv_heads, blocks))
+        mass = garbage(logits, (sequences, rows, kv_heads, blocks))
         self.run(
             "block_mass",
             logits=logits,
@@ -152,7 +160,7 @@ class Calls:
     def top_missing(self, mass: Tensor, resident: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[Tensor, Tensor]:
         sequences, kv_heads, blocks = mass.shape
         count = min(count, blocks)
-        best, best_mass = garbage((sequences, kv_heads, count), torch.int64), garbage((sequences, kv_heads, count))
+        best, best_mass = garbage(mass, (sequences, kv_heads, count), torch.int64), garbage(mass, (sequences, kv_heads, count))
         self.run(
             "top_missing",
             mass=mass,
@@ -185,11 +193,11 @@ class Calls:
         sequences, kv_heads, blocks = mass.shape
         swaps = min(max_new, blocks, resident.shape[2])
         results = {
-            "swap_places": garbage((sequences, kv_heads, swaps), torch.int64),
-            "swap_blocks": garbage((sequences, kv_heads, swaps), torch.int64),
-            "kept": garbage(resident.shape, torch.int64),
-            "new_selected_at": garbage(resident.shape, torch.int64),
-            "counts": garbage((sequences, 2), torch.int64),
+            "swap_places": garbage(mass, (sequences, kv_heads, swaps), torch.int64),
+            "swap_blocks": garbage(mass, (sequences, kv_heads, swaps), torch.int64),
+            "kept": garbage(mass, resident.shape, torch.int64),
+            "new_selected_at": garbage(mass, resident.shape, torch.int64),
+            "counts": garbage(mass, (sequences, 2), torch.int64),
         }
         self.run(
             "select",
@@ -211,10 +219,8 @@ class Calls:
         )
         return tuple(results.values())
 
-    def exchange_slots(
-        self, slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor
-    ) -> Tensor:
-        granted = garbage(places.shape, torch.int64)
+    def exchange_slots(self, slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor) -> Tensor:
+        granted = garbage(places, places.shape, torch.int64)
         self.run(
             "exchange_slots",
             slots=slots,
@@ -238,7 +244,7 @@ class Calls:
         self.run("minmax_write", **_keys(keys), bounds=bounds, pages=pages, num_pages=bounds.shape[0], dtype=dtype_of(keys))
 
     def minmax_score(self, bounds: Tensor, pages: Tensor, queries: Tensor, scale: float) -> Tensor:
-        logits = garbage((*queries.shape[:3], pages.shape[1]))
+        logits = garbage(queries, (*queries.shape[:3], pages.shape[1]))
         self.run(
             "minmax_score",
             **_queries(queries),
@@ -268,7 +274,7 @@ class Calls:
 
     def minmax4_read(self, codes: Tensor, ranges: Tensor, rows: Tensor) -> Tensor:
         inner = codes.shape[1:-2].numel()
-        bounds = garbage((*rows.shape, *codes.shape[1:-1], 2 * codes.shape[-1]))
+        bounds = garbage(rows, (*rows.shape, *codes.shape[1:-1], 2 * codes.shape[-1]))
         self.run(
             "minmax4_read",
             codes=codes,
@@ -288,7 +294,7 @@ class Calls:
         )
 
     def bit2_score(self, codes: Tensor, slots: Tensor, bounds: Tensor, queries: Tensor, scale: float) -> Tensor:
-        logits = garbage((*queries.shape[:3], slots.shape[2]))
+        logits = garbage(queries, (*queries.shape[:3], slots.shape[2]))
         self.run(
             "bit2_score",
             **_queries(queries),
@@ -344,7 +350,7 @@ class Calls:
         offsets: Tensor,
         scale: float,
     ) -> Tensor:
-        logits = garbage((*queries.shape[:3], pages.shape[1]))
+        logits = garbage(queries, (*queries.shape[:3], pages.shape[1]))
         self.run(
             "transform_score",
             **_queries(queries),

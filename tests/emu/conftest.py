@@ -10,11 +10,13 @@ from .emulator import Emulator
 
 pytestmark = pytest.mark.skipif(building.COMPILER is None, reason="no g++")
 
+
 @pytest.fixture(scope="session")
 def checked_build(tmp_path_factory):
     if building.COMPILER is None:
         pytest.skip("no g++: the CUDA kernels cannot be emulated")
     return building.Build("checked", tmp_path_factory.mktemp("emulated"))
+
 
 @pytest.fixture(scope="session")
 def checked(request):
@@ -23,9 +25,11 @@ def checked(request):
         return Emulator(Path(path))
     return Emulator(request.getfixturevalue("checked_build").link("unchanged"))
 
+
 @pytest.fixture(params=[0, 1, 2], ids=["forwards", "backwards", "mixed"])
 def order(request):
     return request.param
+
 
 @pytest.fixture
 def emulator(checked):

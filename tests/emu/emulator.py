@@ -1,4 +1,4 @@
-"""Calls the emulated library: packs arguments, tells the emulator which memory they name, and fails on whatever it has found."""
+"""Calls the emulated library: tells the emulator which memory the arguments name, and fails on whatever it has found."""
 
 from __future__ import annotations
 

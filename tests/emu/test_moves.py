@@ -50,7 +50,9 @@ def test_rows_that_go_nowhere_are_left_out(emulator):
     assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize(("dtype", "slot"), [(torch.uint8, (2, 3, 5)), (torch.bfloat16, (2, 16, 128)), (torch.float32, (2, 4, 6))])
+@pytest.mark.parametrize(
+    ("dtype", "slot"), [(torch.uint8, (2, 3, 5)), (torch.bfloat16, (2, 16, 128)), (torch.float32, (2, 4, 6))]
+)
 def test_blocks_are_copied(emulator, dtype, slot):
     torch.manual_seed(0)
     source, target = (torch.randint(100, (9, *slot)).to(dtype) for _ in range(2))
@@ -77,7 +79,9 @@ def test_pairs_that_point_nowhere_are_left_out(emulator):
 
 def test_two_pairs_with_one_target_are_found(emulator):
     with pytest.raises(Finding, match="two threads write"):
-        Calls(emulator).copy_blocks(torch.randn(3, 2, 4, 8), torch.zeros(3, 2, 4, 8), torch.tensor([0, 1]), torch.tensor([2, 2]))
+        Calls(emulator).copy_blocks(
+            torch.randn(3, 2, 4, 8), torch.zeros(3, 2, 4, 8), torch.tensor([0, 1]), torch.tensor([2, 2])
+        )
 
 
 def test_nothing_is_moved(emulator):

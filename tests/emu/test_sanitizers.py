@@ -35,7 +35,9 @@ def run(library, *selection):
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *selection]
-    return subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,8 @@ def test_nothing_is_found(sanitized_build):
 
 
 def test_a_read_beyond_a_tensor_is_found(sanitized_build):
-    library = sanitized_build.with_change("beyond", "moves.cu", "held[i] = source[first + i * kThreads];", "held[i] = source[first + i * kThreads + units];")
+    before, after = "a.source) + from * a.slot_bytes", "a.source) + (a.num_source_slots - 1) * a.slot_bytes + 16"
+    library = sanitized_build.with_change("beyond", "moves.cu", before, after)
     result = run(library, "tests/emu/test_moves.py::test_blocks_are_copied")
     assert result.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in result.stdout + result.stderr

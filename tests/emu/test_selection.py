@@ -32,9 +32,9 @@ def distinct(*shape):
 def tables(sequences, heads, blocks, places, seed):
     torch.manual_seed(seed)
     mass = distinct(sequences, heads, blocks)
-    resident = torch.stack(
-        [torch.randperm(max(blocks, places))[:places] for _ in range(sequences * heads)]
-    ).view(sequences, heads, places)
+    resident = torch.stack([torch.randperm(max(blocks, places))[:places] for _ in range(sequences * heads)]).view(
+        sequences, heads, places
+    )
     resident[torch.rand(resident.shape) < 0.3] = -1
     low, high = torch.randint(0, blocks // 4 + 1, (sequences,)), torch.randint(blocks // 2, blocks + 1, (sequences,))
     return mass, resident, low, high

@@ -44,7 +44,9 @@ def test_exact_logits_of_large_blocks(emulator, block_size):
     pages, counts = torch.tensor([[1, 0]]), torch.ones(1, 2, dtype=torch.bool)
     arena, queries = torch.randn(2, 2, block_size, 128), torch.randn(1, 1, 2, 128)
     assert_logits(
-        Calls(emulator).exact_logits(queries, arena, pages, 1, 0.1), reference.exact_logits(queries, arena, pages, 1, 0.1), counts
+        Calls(emulator).exact_logits(queries, arena, pages, 1, 0.1),
+        reference.exact_logits(queries, arena, pages, 1, 0.1),
+        counts,
     )
 
 
