@@ -10,11 +10,11 @@ What keeps memory from being read and written at once:
 
 - Choosing waits until the layer has attended (1), so nothing is taken out of a table that attention still reads. It also waits
   for the layer's work before, which may be moving yet.
-- All layers choose on one stream, in the order of submission. Slots that a layer gives up may go to another one: that one takes
-  them later on the same stream, and moves into them later still.
+- All layers choose on one stream, in the order of submission. Slots that a layer gives up may go to another one: that one
+  takes them later on the same stream, and moves into them later still.
 - Moving waits for the mark (2): whoever reads the table from then on sees no place that is being filled.
-- The foreground waits for the whole (3), or, if it may go on without late work, for the mark. Both are waits of its stream, not of
-  the host.
+- The foreground waits for the whole (3), or, if it may go on without late work, for the mark. Both are waits of its stream,
+  not of the host.
 - What a piece of work holds, tensors of the foreground's among it, is kept until the device is done with it: memory that is
   freed on one stream would be handed out again while another one still uses it.
 """
@@ -34,27 +34,34 @@ from .errors import StateError, WorkerError
 class Event(Protocol):
     """As `torch.cuda.Event`."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether the device has come there."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait on the host until it has."""
 
 
-class Stream(Protocol):
+class Queue(Protocol):
     """As `torch.cuda.Stream`."""
 
-    def record_event(self) -> Any: ...  # noqa: ANN401 - the event of the same library
+    def record_event(self) -> Any:  # noqa: ANN401 (an event of the same library)
+        """An event after all that is enqueued."""
 
-    def wait_event(self, event: Any) -> None: ...  # noqa: ANN401
+    def wait_event(self, event: Any) -> None:  # noqa: ANN401 (as above)
+        """Let what is enqueued from now on wait for an event."""
 
 
 class StreamLibrary(Protocol):
     """The part of `torch.cuda` that is used here; tests bring their own."""
 
-    def Stream(self, device: torch.device, priority: int) -> Stream: ...  # noqa: N802 - its name in torch.cuda
+    def Stream(self, device: torch.device, priority: int) -> Queue:
+        """A new stream."""
 
-    def current_stream(self, device: torch.device) -> Stream: ...
+    def current_stream(self, device: torch.device) -> Queue:
+        """That of the caller."""
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...  # noqa: ANN401
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:  # noqa: ANN401 (a stream of the same library)
+        """Makes a stream the current one."""
 
 
 class StreamTicket(Ticket):

@@ -51,7 +51,7 @@ class FakeCuda:
         self.made = []
         self.foreground = self.current = FakeStream(self, "foreground")
 
-    def Stream(self, device, priority):  # noqa: N802 - its name in torch.cuda
+    def Stream(self, device, priority):
         self.made.append(FakeStream(self, f"stream {len(self.made)}", priority))
         return self.made[-1]
 
