@@ -21,7 +21,7 @@ from .abc import KeySummary, Predictor
 from .config import OasisConfig
 from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import load_limits, replaced
-from .selected import first_floor, usable_slots
+from .selected import KEPT_ABOVE, first_floor, usable_slots
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
 from .whole import ROW_CHUNK, WholeIndex, masked_attention
@@ -233,6 +233,7 @@ class Replay:
                 most,
                 pooled,
                 config.swap_gain * self.shape.group_size,
+                KEPT_ABOVE,
             )
             resident = replaced(resident, places, blocks)
             moved = (places >= 0).sum(2)
