@@ -1,7 +1,7 @@
 """How fast the native CPU kernels are, beside what bounds them on the same machine.
 
 One attention layer like that of Llama-3.1-8B: 32 query heads, 8 kv heads, head_dim 128, blocks of 16 tokens, bf16, a budget of
-2,048 tokens. What is compared runs in turns, each time on blocks that no cache holds any more. Times are medians of the processor
+2,048 tokens. What is compared runs in turns, each time on blocks that no cache holds any more. Times are medians of processor
 time of one thread, but for the row about two threads. The pool lies on huge pages unless `--small-pages` is given.
 """
 
