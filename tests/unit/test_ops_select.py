@@ -13,9 +13,8 @@ def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, m
     stamps = torch.zeros_like(resident) if selected_at is None else torch.tensor(selected_at)[None, None]
     bounds = torch.tensor([low]), torch.tensor([mass.shape[2] if high is None else high])
     least = torch.tensor([floor])
-    places, blocks, kept, stamps, counts = ops.select(
-        mass, resident, stamps, *bounds, least, step, max_new, pooled, margin, keep
-    )
+    limits = step, max_new, pooled, margin, keep
+    places, blocks, kept, stamps, counts = ops.select(mass, resident, stamps, *bounds, least, *limits)
     return apply(kept, places, blocks)[0, 0].tolist(), stamps[0, 0].tolist(), counts[0].tolist()
 
 
@@ -66,9 +65,8 @@ def test_heads_share_what_may_be_loaded_and_the_largest_gains_come_first():
     resident = torch.tensor([[[0, 1], [0, 1]]])
     bounds = torch.tensor([0]), torch.tensor([4]), torch.tensor([-1.0])
     for pooled, expected in ((0, [[0, 1], [0, 1]]), (1, [[2, 1], [0, 1]]), (2, [[2, 3], [0, 1]]), (3, [[2, 3], [2, 1]])):
-        places, blocks, kept, stamps, _ = ops.select(
-            mass, resident, torch.zeros_like(resident), *bounds, 5, 2, pooled, 0.0, 0.5
-        )
+        limits = 5, 2, pooled, 0.0, 0.5
+        places, blocks, kept, stamps, _ = ops.select(mass, resident, torch.zeros_like(resident), *bounds, *limits)
         after = apply(kept, places, blocks)
         assert after[0].tolist() == expected
         assert ((stamps == 5) >= (after != resident)).all()
