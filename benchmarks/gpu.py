@@ -194,6 +194,7 @@ def selecting(call: Call, blocks: int, places: int) -> Callable[[], object]:
             pooled=swaps * HEADS,
             step=1,
             margin=0.0,
+            keep=1.0,
         )
 
     return work

@@ -79,10 +79,10 @@ __global__ void __launch_bounds__(kRankThreads) propose_kernel(oasis_select_args
         const float held = eligible ? mass[block] : -1.0f;
         const bool hit = eligible && held >= threshold;
         hits += hit;
-        room.worth[place] = not_below(held, least);
+        room.worth[place] = block >= 0 ? held : least;
         room.stamps[place] = hit ? a.step : a.selected_at[row * a.places + place];
         a.new_selected_at[row * a.places + place] = room.stamps[place];
-        a.kept[row * a.places + place] = block >= 0 && held < least - a.margin ? OASIS_EMPTY : block;
+        a.kept[row * a.places + place] = block >= 0 && least >= 0.0f && held < a.keep * least ? OASIS_EMPTY : block;
     }
     hits = block_sum(hits, partial);
     if (threadIdx.x == 0) room.counts[0] = hits, room.counts[1] = at_most(candidates, at_most(a.places, a.blocks));
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(kRankThreads) propose_kernel(oasis_select_args
     for (int64_t i = threadIdx.x; i < a.swaps; i += kRankThreads) {
         const int64_t block = room.keys[room.best[i]] != 0u ? room.best[i] : OASIS_EMPTY;
         const float gain = block >= 0 ? mass[block] : -1.0f, lost = room.worth[room.worst[i]];
-        const bool accepted = block >= 0 && (lost < 0.0f ? gain > 0.0f : gain > lost + a.margin);
+        const bool replaces = resident[room.worst[i]] >= 0 && lost >= 0.0f;
+        const bool accepted = block >= 0 && gain > not_below(least, 0.0f) && (!replaces || gain > lost + a.margin);
         room.best[i] = block;
         room.gain[i] = accepted ? ordered_bits(gain - not_below(lost, 0.0f)) : 0u;
     }

@@ -189,6 +189,7 @@ class Calls:
         max_new: int,
         pooled: int,
         margin: float,
+        keep: float,
     ) -> tuple[Tensor, ...]:
         sequences, kv_heads, blocks = mass.shape
         swaps = min(max_new, blocks, resident.shape[2])
@@ -216,6 +217,7 @@ class Calls:
             pooled=pooled,
             step=step,
             margin=margin,
+            keep=keep,
         )
         return tuple(results.values())
 

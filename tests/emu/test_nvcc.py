@@ -41,5 +41,5 @@ def test_everything_compiles_and_hardly_spills(tmp_path):
         result = job.result()
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
         spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", result.stderr + result.stdout)]
-        assert spilled, f"{name}: no report of registers"
-        assert max(spilled) <= MOST_SPILLED_BYTES, f"{name} spills {max(spilled)} bytes"
+        assert bool(spilled) == ("__global__" in (KERNELS / "cuda" / name).read_text()), f"{name}: no report of registers"
+        assert max(spilled, default=0) <= MOST_SPILLED_BYTES, f"{name} spills {max(spilled)} bytes"

@@ -74,7 +74,7 @@ def test_residents_outside_of_the_blocks_are_ignored(emulator):
 def test_select(emulator, shape, max_new, pooled, floor):
     mass, resident, low, high = tables(*shape, seed=max_new)
     stamps = torch.randint(0, 5, resident.shape)
-    arguments = (mass, resident, stamps, low, high, torch.full((shape[0],), floor), 7, max_new, pooled, 0.05)
+    arguments = (mass, resident, stamps, low, high, torch.full((shape[0],), floor), 7, max_new, pooled, 0.05, 0.8)
     for ours, expected in zip(Calls(emulator).select(*arguments), reference.select(*arguments), strict=True):
         assert torch.equal(ours, expected)
 
@@ -82,7 +82,7 @@ def test_select(emulator, shape, max_new, pooled, floor):
 def test_select_in_any_order_of_threads(checked, order):
     checked.order = order
     mass, resident, low, high = tables(2, 3, 40, 8, seed=1)
-    arguments = (mass, resident, torch.zeros_like(resident), low, high, torch.full((2,), -1.0), 7, 4, 5, 0.0)
+    arguments = (mass, resident, torch.zeros_like(resident), low, high, torch.full((2,), -1.0), 7, 4, 5, 0.0, 1.0)
     for ours, expected in zip(Calls(checked).select(*arguments), reference.select(*arguments), strict=True):
         assert torch.equal(ours, expected)
 

@@ -105,7 +105,7 @@ def selection(sequences: int, heads: int, blocks: int, places: int) -> Iterator[
     yield Case("top_missing", label, [mass, resident, low, high, places])
     stamps = torch.randint(0, 9, resident.shape)
     for floor, pooled in ((-1.0, places * heads), (0.4, places)):
-        arguments = [mass, resident, stamps, low, high, torch.full((sequences,), floor), 11, places, pooled, 0.01]
+        arguments = [mass, resident, stamps, low, high, torch.full((sequences,), floor), 11, places, pooled, 0.01, 0.9]
         yield Case("select", f"{label}, floor {floor}", arguments)
     logits = torch.randn(sequences, 2, heads * 3, blocks) * 4
     yield Case("block_mass", label, [logits, torch.full((sequences,), blocks - 1), heads], 1e-4)
