@@ -13,8 +13,9 @@ NVCC = shutil.which("nvcc")
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 MOST_SPILLED_BYTES = 64
 
-# One kernel file for all architectures takes a minute; the rest are compiled for one old and one new.
-ALL_ARCHITECTURES = ("attention_half.cu", "moves.cu")
+# To save minutes: what has instructions of its own is compiled for all, with its two largest head dims; the rest for one.
+FOR_ALL, WITHOUT_KERNELS = "attention_half.cu", "api.cu"
+LARGEST = "-DOASIS_HEAD_DIMS(X)=X(128) X(256)"
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 
@@ -24,7 +25,7 @@ def compile_for(source, architectures, folder):
     codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     codes.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
     options = ["-std=c++17", "-Xptxas=-v", "-Xcompiler=-fPIC,-Wall", "-Werror=all-warnings"]
-    command = [NVCC, *options, *includes, *codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+    command = [NVCC, LARGEST, *options, *includes, *codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
@@ -32,14 +33,12 @@ def compile_for(source, architectures, folder):
 def test_everything_compiles_and_hardly_spills(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         jobs = {
-            source.name: pool.submit(
-                compile_for, source, ARCHITECTURES if source.name in ALL_ARCHITECTURES else (80, 120), tmp_path
-            )
+            source.name: pool.submit(compile_for, source, ARCHITECTURES if source.name == FOR_ALL else (86,), tmp_path)
             for source in kernel_sources()
         }
     for name, job in jobs.items():
         result = job.result()
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
         spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", result.stderr + result.stdout)]
-        assert bool(spilled) == ("__global__" in (KERNELS / "cuda" / name).read_text()), f"{name}: no report of registers"
+        assert spilled or name == WITHOUT_KERNELS, f"{name}: no report of registers"
         assert max(spilled, default=0) <= MOST_SPILLED_BYTES, f"{name} spills {max(spilled)} bytes"

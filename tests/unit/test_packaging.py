@@ -1,5 +1,6 @@
 """What is built is what users get: the adapters under `oasiskv`, the licence, no tests."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -22,6 +23,7 @@ def test_the_wheel(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     if ops.backends.cpu is not None:  # what could be built here is in the wheel too
         assert "oasiskv/ops/liboasiskv_cpu.so" in names
+        assert ("oasiskv/ops/liboasiskv_cuda.so" in names) == (shutil.which("nvcc") is not None)
     for wanted in ("oasiskv/__init__.py", "oasiskv/py.typed", "oasiskv/adapters/hf/cache.py", "oasiskv/ops/reference.py"):
         assert wanted in names
     assert not [name for name in names if name.startswith(("tests", "adapters", "benchmarks", "kernels"))]
