@@ -41,6 +41,12 @@ def score_exactly(emulator):
     torch.testing.assert_close(logits, reference.exact_logits(queries, arena, pages, 2, 0.5))
 
 
+def weigh(emulator):
+    logits = torch.randn(1, 2, 4, 30)
+    mass = Calls(emulator).block_mass(logits, torch.tensor([30]), 2)
+    torch.testing.assert_close(mass, reference.block_mass(logits, torch.tensor([30]), 2))
+
+
 def entries_outside(emulator):
     pool, target = torch.randn(3, 2, 4, 8), torch.zeros(3, 2, 4, 8)
     Calls(emulator).copy_blocks(pool, target, torch.tensor([2, 900000]), torch.tensor([0, 1]))
@@ -59,6 +65,8 @@ SHIFTED = "source = reinterpret_cast<const Unit *>(reinterpret_cast<const char *
 WAIT_AND_BARRIER = f"{WAIT}\n        __syncthreads();"
 IN_RANGE, IN_ANY_RANGE = "entry >= 0 && entry < limit ? entry", "entry >= 0 && limit >= 0 ? entry"
 LISTED = "list.tokens[place] + offset <= list.last_position;"
+
+LISTED_ALL = "        if (lane == 0) *count = listed;\n    }"
 
 FOUND = {
     "no-barrier-before-overwriting": ("attention_half.cu", LAST_BARRIER, "", attend_half, RACE),
@@ -95,6 +103,8 @@ FOUND = {
         attend_half,
         "shared memory",
     ),
+    "no-barrier-between-lanes": ("attention.cuh", f"{LISTED_ALL}\n    __syncthreads();", LISTED_ALL, attend_half, RACE),
+    "blocks-write-the-same": ("block_mass.cu", "parts[row * gridDim.x + part] =", "parts[part] =", weigh, "two threads write"),
     "counting-without-atomics": ("ranking.cuh", ATOMIC, "++histogram[keys[n] >> shift & 255u]", rank, RACE),
     "half-a-warp-votes": ("attention.cuh", BALLOT, f"if (lane >= 16) continue;\n{BALLOT}", attend_half, "deadlock"),
     "lanes-part": (
@@ -135,6 +145,6 @@ def test_the_reference_disagrees(checked_build, bug):
         attend_in_two_ways(emulator)
 
 
-@pytest.mark.parametrize("use", [attend_half, attend_float, attend_causally, rank, score_exactly, entries_outside])
+@pytest.mark.parametrize("use", [attend_half, attend_float, attend_causally, rank, score_exactly, weigh, entries_outside])
 def test_without_a_bug_nothing_is_found(emulator, use):
     use(emulator)
