@@ -19,11 +19,16 @@ def checked_build(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def checked(request):
+def library_path(request):
     # The tests under sanitizers run these tests again, with the library that they name.
     if path := os.environ.get("OASISKV_EMULATED"):
-        return Emulator(Path(path))
-    return Emulator(request.getfixturevalue("checked_build").link("unchanged"))
+        return Path(path)
+    return request.getfixturevalue("checked_build").link("unchanged")
+
+
+@pytest.fixture(scope="session")
+def checked(library_path):
+    return Emulator(library_path)
 
 
 @pytest.fixture(params=[0, 1, 2], ids=["forwards", "backwards", "mixed"])
