@@ -43,3 +43,7 @@ class UnsupportedModel(OasisError, TypeError):
 
 class IntegrityError(OasisError, AssertionError):
     """Something that must always hold does not: a fault of this library, or memory written from outside."""
+
+
+class ReferenceOpsWarning(UserWarning):
+    """There are no native kernels for the CPU, so the pure-torch reference runs in their place. Given once, at first use."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import reference, reference_summaries
+from .backends import Backends
 
 _library = torch.library.Library("oasiskv", "DEF")
 
@@ -48,11 +49,18 @@ _SCHEMAS = {
     ),
 }
 
-_REFERENCE = {**vars(reference), **vars(reference_summaries)}
+REFERENCE = {name: {**vars(reference), **vars(reference_summaries)}[name] for name in _SCHEMAS}
 
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
-    _library.impl(_name, _REFERENCE[_name], "CompositeExplicitAutograd")
+    _library.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
+
+backends = Backends(_library, REFERENCE)
+
+
+def available() -> dict[str, dict[str, str]]:
+    """For each op, whether "native" code or the "reference" serves it, on "cpu" and on "cuda"."""
+    return backends.available()
 
 
 def _nothing(*_: object) -> None:

@@ -1,0 +1,16 @@
+// The kernels of one code path, one per file of this folder.
+#pragma once
+
+#include "oasiskv.h"
+
+namespace oasis::OASIS_ISA {
+
+void paged_attention(const oasis_paged_attention_args &);
+void exact_logits(const oasis_exact_logits_args &);
+void block_mass(const oasis_block_mass_args &);
+int64_t collect_best(const float *mass, int64_t first, int64_t last, int64_t count, int32_t *orders, int32_t *blocks, int32_t *room);
+int32_t kth_largest(const int32_t *keys, int64_t count, int64_t k, int64_t slack);
+int64_t count_at_least(const int32_t *keys, int64_t count, int32_t bound);
+float read_slots(const oasis_read_slots_args &);
+
+} // namespace oasis::OASIS_ISA

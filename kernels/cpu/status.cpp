@@ -1,0 +1,38 @@
+#include "status.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+
+namespace oasis {
+namespace {
+thread_local char message[512] = "";
+}
+
+int32_t fail(oasis_status status, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+bool entries_within(const char *table, const int64_t *entries, int64_t count, int64_t limit) {
+    int64_t least = OASIS_EMPTY, most = OASIS_EMPTY;
+    for (int64_t i = 0; i < count; ++i) {
+        least = std::min(least, entries[i]);
+        most = std::max(most, entries[i]);
+    }
+    if (least >= OASIS_EMPTY && most < limit) return true;
+    for (int64_t i = 0; i < count; ++i)
+        if (entries[i] < OASIS_EMPTY || entries[i] >= limit) {
+            fail(OASIS_OUT_OF_RANGE, "%s holds %lld at entry %lld; entries must be EMPTY (-1) or 0 to %lld", table,
+                 static_cast<long long>(entries[i]), static_cast<long long>(i), static_cast<long long>(limit - 1));
+            break;
+        }
+    return false;
+}
+
+} // namespace oasis
+
+extern "C" const char *oasis_last_error(void) { return oasis::message; }
