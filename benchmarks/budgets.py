@@ -38,13 +38,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         settings.append(("exact query", OasisConfig(budget_tokens=512, predictor="quest", correction_blocks=0)))
         settings.append(("oracle", OasisConfig(budget_tokens=512, predictor="oracle", correction_blocks=0)))
     for label, config in settings:
-        kl: dict[str, list[torch.Tensor]] = {"head": [], "sequence": []}
+        kl = []
         for ids in spans.values():
-            for kind, found in kl.items():
-                per = "head" if kind == "head" else "sequence"
-                divergence, _ = teacher_forced(model, ids, CONTEXT, replace(config, budget_per=per))
-                found.append(torch.tensor(divergence.kl))
-        head, sequence = (torch.stack(found) for found in kl.values())
+            for settled in (config, replace(config, budget_per="sequence")):
+                divergence, _ = teacher_forced(model, ids, CONTEXT, settled)
+                kl.append(torch.tensor(divergence.kl))
+        head, sequence = torch.stack(kl[::2]), torch.stack(kl[1::2])
         name = label.replace(" ", "-")
         pairs = ", ".join(f"{text} {a:.4f} / {b:.4f}" for text, a, b in zip(names, sequence.mean(1), head.mean(1), strict=True))
         yield at_most(

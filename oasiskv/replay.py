@@ -209,6 +209,7 @@ class Replay:
             self._begin(scale)
         resident = self._first[layer]
         stamps = torch.zeros_like(resident)
+        assert self._floors is not None
         hidden = self._hidden.pop(layer, None)
         early = predictor.foreground or hidden is not None
         guesses = queries if hidden is None else self._guess(layer, hidden, queries)
