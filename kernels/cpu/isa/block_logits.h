@@ -38,7 +38,7 @@ OASIS_INLINE F32 block_logits(const T *block, int64_t tokens, const float *queri
     const F32 base = most == -std::numeric_limits<float>::infinity() ? F32{} : most;
     F32 total = {};
     for (int64_t i = 0; i < groups; ++i) total += exp2_nonpositive((logits[i] - base) * 1.44269504f);
-    return most + log_from_one(sum_of_keys(total));
+    return most + log_of(sum_of_keys(total));
 }
 
 } // namespace oasis::OASIS_ISA

@@ -8,9 +8,10 @@ namespace oasis::OASIS_ISA {
 namespace {
 
 constexpr int64_t kBlocksPerPiece = 128;
-// Blocks whose heads are scored one after the other: queries of a head stay in the first-level cache for so many, and the blocks
-// themselves, which lie there head by head, in the second-level cache.
-constexpr int64_t kTile = 16;
+// Blocks whose heads are scored one after the other: queries of a head stay in the first-level cache for so many. Logits are gathered
+// over as many before they are written: rows of logits often lie a power of two apart, so that writing to all of them in turn would
+// drive each other out of the caches.
+constexpr int64_t kRun = 32;
 
 // A block's bounds are a row of 2 D numbers, and a score is the product with another such row: the negative part of the query for
 // the smallest keys, then its positive part for the largest.
@@ -23,12 +24,18 @@ template <class T, class Shape> class Piece {
     void score(int64_t first) {
         take_queries();
         const int64_t end = std::min(a_.blocks, first + kBlocksPerPiece);
-        for (int64_t n = first; n < end; n += kTile)
-            for (int64_t h = 0; h < a_.kv_heads; ++h)
-                for (int64_t i = n; i < std::min(end, n + kTile); i += kKeys) {
-                    prefetch_rows(i + kTile, h);
-                    score_blocks(i, std::min<int64_t>(kKeys, end - i), h);
+        for (int64_t run = first; run < end; run += kRun)
+            for (int64_t h = 0; h < a_.kv_heads; ++h) {
+                const int64_t last = std::min(end, run + kRun);
+                for (int64_t n = run; n < last; n += kKeys) {
+                    prefetch_rows(n + kRun, h);
+                    score_blocks(n, std::min<int64_t>(kKeys, last - n), h, gathered_ + n - run);
                 }
+                for (int64_t q = 0; q < count_; ++q) {
+                    const int64_t at = (sequence_ * a_.rows + q / group_) * a_.query_heads + h * group_ + q % group_;
+                    std::memcpy(a_.logits + at * a_.blocks + run, gathered_ + q * kRun, static_cast<size_t>(last - run) * sizeof(float));
+                }
+            }
     }
 
   private:
@@ -36,7 +43,9 @@ template <class T, class Shape> class Piece {
         Parts parts;
         const auto queries = parts.add<float>(a_.kv_heads * padded_ * shape_.floats());
         const auto row = parts.add<float>(shape_.floats() + kLanes);
+        const auto gathered = parts.add<float>(padded_ * kRun);
         parts.allocate();
+        gathered_ = parts.at<float>(gathered);
         queries_ = parts.at<float>(queries);
         with_element(a_.queries_dtype, [&](auto element) {
             for (int64_t h = 0; h < a_.kv_heads; ++h)
@@ -61,23 +70,21 @@ template <class T, class Shape> class Piece {
         return static_cast<const T *>(a_.bounds) + (std::max<int64_t>(pages_[n], 0) * a_.kv_heads + h) * shape_.dim();
     }
 
-    void prefetch_rows(int64_t n, int64_t h) const {
+    // Inlined, since GCC leaves out calls of functions that do nothing but prefetch.
+    OASIS_INLINE void prefetch_rows(int64_t n, int64_t h) const {
         for (int64_t i = n; i < std::min(a_.blocks, n + kKeys); ++i) {
             const auto *row = reinterpret_cast<const char *>(bounds(i, h));
             for (int64_t byte = 0; byte < shape_.dim() * static_cast<int64_t>(sizeof(T)); byte += 64) prefetch(row + byte);
         }
     }
 
-    void score_blocks(int64_t n, int64_t count, int64_t h) {
+    void score_blocks(int64_t n, int64_t count, int64_t h, float *logits) {
         const T *rows[kKeys];
         for (int k = 0; k < kKeys; ++k) rows[k] = bounds(n + std::min<int64_t>(k, count - 1), h);
-        for (int64_t q = 0; q < count_; q += kQueries) {
+        for (int64_t q = 0; q < padded_; q += kQueries) {
             const F32 found = products(rows, queries_ + (h * padded_ + q) * shape_.floats(), shape_);
-            for (int64_t i = q; i < std::min(count_, q + kQueries); ++i) {
-                const int64_t at = (sequence_ * a_.rows + i / group_) * a_.query_heads + h * group_ + i % group_;
-                std::memcpy(a_.logits + at * a_.blocks + n, reinterpret_cast<const float *>(&found) + (i - q) * kKeys,
-                            static_cast<size_t>(count) * sizeof(float));
-            }
+            for (int i = 0; i < kQueries; ++i)
+                std::memcpy(logits + (q + i) * kRun, reinterpret_cast<const float *>(&found) + i * kKeys, kKeys * sizeof(float));
         }
     }
 
@@ -85,7 +92,7 @@ template <class T, class Shape> class Piece {
     Shape shape_;
     int64_t sequence_, group_, count_, padded_;
     const int64_t *pages_;
-    float *queries_ = nullptr;
+    float *queries_ = nullptr, *gathered_ = nullptr; // (kv_heads, padded, 2 D) and (padded, kRun)
 };
 
 } // namespace
