@@ -98,21 +98,15 @@ OASIS_INLINE F32 powers(Words w) {
     return reinterpret_cast<F32>(both << 16) + reinterpret_cast<F32>(both);
 }
 
-// Sums of the powers of each of 2 * kPairs units: of the first units of all pairs, then of the second.
-OASIS_INLINE F32 sums_of_powers(const Pair *pairs) {
-    F32 v[kLanes];
-    if constexpr (kByteLanes == 4) {
-        for (int i = 0; i < kPairs; ++i) v[i] = powers(pairs[i].part[0]);
-        fold_all<kLanes / 4>(v); // within each half of the lanes
-        return v[0];
+// Partial sums of the powers of each unit: of the first in the first half of the lanes, of the second in the other half.
+OASIS_INLINE F32 powers(const Pair &pair) {
+    if constexpr (kPairWords == 1) {
+        return powers(pair.part[0]);
     } else {
         constexpr int parts = kPairWords / 2;
-        for (int i = 0; i < kLanes; ++i) {
-            const Words *part = pairs[i % kPairs].part + i / kPairs * parts;
-            v[i] = powers(part[0]);
-            for (int p = 1; p < parts; ++p) v[i] += powers(part[p]);
-        }
-        return sums(v);
+        F32 sum[2] = {powers(pair.part[0]), powers(pair.part[parts])};
+        for (int i = 1; i < parts; ++i) sum[0] += powers(pair.part[i]), sum[1] += powers(pair.part[parts + i]);
+        return fold<kLanes / 2>(sum[0], sum[1], std::make_index_sequence<kLanes>());
     }
 }
 

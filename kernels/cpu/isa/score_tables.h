@@ -36,7 +36,7 @@ struct HeadNibbles {
     int64_t first = 0;
     int64_t count = 0;
     int64_t registers = 0; // of code rows
-    int64_t table_bytes = 0; // of the heads before it
+    int64_t table_rows = 0;  // of the heads before it
 };
 
 // How nibble `j` of a head is met: in which register of the tables, in which lane of it, and in which partial sum.
@@ -50,19 +50,19 @@ class ScoreTables {
   public:
     explicit ScoreTables(const oasis_transform_score_args &a)
         : a_(a), group_(a.query_heads / a.kv_heads), width_(a.rows * group_), heads_(a.kv_heads) {
-        int64_t bytes = 0;
+        int64_t rows = 0;
         for (int64_t h = 0; h < a.kv_heads; ++h) {
             HeadNibbles &head = heads_[h];
             head.first = a.offsets[h];
             head.count = (h + 1 < a.kv_heads ? a.offsets[h + 1] : a.num_nibbles) - head.first;
             head.registers = (head.count + 2 * kByteLanes - 1) / (2 * kByteLanes);
-            head.table_bytes = bytes;
-            bytes += 2 * head.registers * kBytes;
+            head.table_rows = rows;
+            rows += 2 * head.registers;
             most_registers_ = std::max(most_registers_, head.registers);
         }
-        bytes_per_query_ = bytes;
+        rows_per_sequence_ = rows;
         const int64_t queries = a.sequences * width_;
-        bytes_ = std::make_unique_for_overwrite<uint8_t[]>(queries * bytes + kBytes);
+        bytes_ = std::make_unique_for_overwrite<uint8_t[]>(queries * rows * kBytes + kBytes);
         floats_ = std::make_unique_for_overwrite<float[]>(queries * a.num_nibbles * 16);
         factors_.resize(queries * a.kv_heads);
         shifts_.resize(queries * a.kv_heads);
@@ -72,11 +72,15 @@ class ScoreTables {
     int64_t most_registers() const { return most_registers_; }
     const HeadNibbles &head(int64_t h) const { return heads_[h]; }
 
-    // Of query `w` of a sequence, counted over sequences. 0: to be scored with the floats.
-    int factor(int64_t w, int64_t h) const { return factors_[w * a_.kv_heads + h]; }
+    // Queries are counted over sequences. A factor of 0 means: to be scored with the floats.
+    int factor(int64_t w, int64_t h) const { return factors(w / width_, h)[w % width_]; }
+    const int32_t *factors(int64_t sequence, int64_t h) const { return factors_.data() + (sequence * a_.kv_heads + h) * width_; }
     // What its logits are above the logarithms of sums of powers, or of exponentials where the factor is 0.
     float shift(int64_t w, int64_t h) const { return shifts_[w * a_.kv_heads + h]; }
-    const uint8_t *bytes(int64_t w, int64_t h) const { return aligned() + w * bytes_per_query_ + heads_[h].table_bytes; }
+    // (2 * registers, width, kBytes)
+    const uint8_t *bytes(int64_t sequence, int64_t h) const {
+        return aligned() + (sequence * rows_per_sequence_ + heads_[h].table_rows) * width_ * kBytes;
+    }
     const float *floats(int64_t w, int64_t h) const { return floats_.get() + (w * a_.num_nibbles + heads_[h].first) * 16; }
 
     int64_t logits_at(int64_t w, int64_t h) const {
@@ -132,11 +136,13 @@ class ScoreTables {
     void to_bytes(int64_t w, int64_t h, float *octaves) {
         const HeadNibbles &head = heads_[h];
         const int factor = common_factor(w, h, octaves);
-        factors_[w * a_.kv_heads + h] = 0;
-        if (factor == 0) return;
+        int32_t &kept = factors_[(w / width_ * a_.kv_heads + h) * width_ + w % width_];
+        kept = 0;
         const float *tables = floats(w, h);
-        uint8_t *to = aligned() + w * bytes_per_query_ + head.table_bytes;
-        std::fill_n(to, 2 * head.registers * kBytes, uint8_t{0}); // nibbles beyond the last add nothing
+        const int64_t row_bytes = width_ * kBytes;
+        uint8_t *to = aligned() + (w / width_ * rows_per_sequence_ + head.table_rows) * row_bytes + w % width_ * kBytes;
+        for (int64_t row = 0; row < 2 * head.registers; ++row) std::fill_n(to + row * row_bytes, kBytes, uint8_t{0});
+        if (factor == 0) return;
         const float steps = 128 / (factor * kOctave);             // per nat
         const int floor = (127 + factor) / factor;                // bits of at least 128: a normal float
         float least = 0.0f;
@@ -145,13 +151,13 @@ class ScoreTables {
             const float *entries = tables + j * 16;
             const float low = *std::min_element(entries, entries + 16);
             const Place place(j);
-            uint8_t *bytes = to + place.row * kBytes + place.lane * 16;
+            uint8_t *bytes = to + place.row * row_bytes + place.lane * 16;
             for (int v = 0; v < 16; ++v) bytes[v] = static_cast<uint8_t>(static_cast<int>((entries[v] - low) * steps + 0.5f) + (j ? 0 : floor));
             most += *std::max_element(bytes, bytes + 16) - (j ? 0 : floor);
             least += low;
         }
         if (factor * most > kMostBits) return;
-        factors_[w * a_.kv_heads + h] = factor;
+        kept = factor;
         shifts_[w * a_.kv_heads + h] += least + kOctave * (127.0f - static_cast<float>(factor * floor) / 128) - kExcess;
     }
 
@@ -178,7 +184,7 @@ class ScoreTables {
     }
 
     const oasis_transform_score_args &a_;
-    int64_t group_, width_, bytes_per_query_ = 0, most_registers_ = 0;
+    int64_t group_, width_, rows_per_sequence_ = 0, most_registers_ = 0;
     std::vector<HeadNibbles> heads_;
     std::unique_ptr<uint8_t[]> bytes_;
     std::unique_ptr<float[]> floats_;

@@ -16,6 +16,7 @@ constexpr int64_t kBlocksPerPiece = 256;
 // lie a power of two apart, so that writing to all of them in turn would drive each other out of the caches.
 constexpr int64_t kRun = 64;
 constexpr int64_t kUnitRows = 8; // bytes of a row, of two tokens each
+constexpr int64_t kPartRegisters = kPartNibbles / 2;
 
 class Scorer {
   public:
@@ -37,11 +38,10 @@ class Scorer {
             for (int64_t h = 0; h < a_.kv_heads; ++h) {
                 for (int64_t i = 0; i < count; i += kLanes) {
                     prefetch_tile(pages + run + kRun + i, std::min<int64_t>(kLanes, a_.blocks - run - kRun - i), h);
-                    take_indices(i, h);
-                    for (int64_t w = 0; w < tables_.width(); ++w) score_tile(i, h, queries + w, gathered_ + w * kRun + i);
+                    score_tile(sequence, i, h);
                 }
                 for (int64_t w = 0; w < tables_.width(); ++w)
-                    give_logits(gathered_ + w * kRun, count, queries + w, h, a_.logits + tables_.logits_at(queries + w, h) + run);
+                    give_logits(w, count, queries + w, h, a_.logits + tables_.logits_at(queries + w, h) + run);
             }
         }
     }
@@ -49,14 +49,14 @@ class Scorer {
   private:
     void allocate() {
         Parts parts;
-        const auto index_part = parts.add<Bytes>(units_ * 2 * tables_.most_registers() * 2 * kPairs);
         const auto row_part = parts.add<uint8_t>(2 * tables_.most_registers() * kBytes);
         const auto page_part = parts.add<uint8_t>(2 * (page_bytes_ + kBytes));
+        const auto tile_part = parts.add<F32>(tables_.width() * kPairs);
         const auto sum_part = parts.add<float>(tables_.width() * kRun);
         parts.allocate();
-        indices_ = parts.at<Bytes>(index_part);
         rows_ = parts.at<uint8_t>(row_part);
         empty_ = parts.at<uint8_t>(page_part);
+        tile_ = parts.at<F32>(tile_part);
         gathered_ = parts.at<float>(sum_part);
         std::fill_n(rows_, 2 * tables_.most_registers() * kBytes, uint8_t{0});
         // Registers of rows may end behind the codes of a head: behind the last page, that would be behind the tensor.
@@ -93,85 +93,89 @@ class Scorer {
         return copy;
     }
 
-    // Indices into tables: by unit, row of tables and pair of blocks, those of the first tokens and those of the last.
-    void take_indices(int64_t i, int64_t h) {
+    // Sums of powers of kLanes blocks for all queries of a head.
+    void score_tile(int64_t sequence, int64_t i, int64_t h) const {
         const HeadNibbles head = tables_.head(h);
-        Bytes *to = indices_;
-        for (int64_t unit = 0; unit < units_; ++unit, to += head.registers * 4 * kPairs)
-            for (int pair = 0; pair < kPairs; ++pair) {
+        const int64_t width = tables_.width();
+        const uint8_t *tables = tables_.bytes(sequence, h);
+        for (int pair = 0; pair < kPairs; ++pair)
+            for (int64_t unit = 0; unit < units_; ++unit) {
                 const uint8_t *a = unit_rows(i + pair, head, unit, rows_);
                 const uint8_t *b = unit_rows(i + kPairs + pair, head, unit, rows_ + tables_.most_registers() * kBytes);
-                Bytes *at = to + 2 * pair;
-                for (int64_t r = 0; r < head.registers; ++r, at += 4 * kPairs) {
-                    const auto first = load_as<Bytes>(a + r * kBytes), second = load_as<Bytes>(b + r * kBytes);
-                    const Bytes even = rows_of<0>(first, second), odd = rows_of<1>(first, second);
-                    at[0] = low_nibbles(even), at[1] = high_nibbles(even);
-                    at[2 * kPairs] = low_nibbles(odd), at[2 * kPairs + 1] = high_nibbles(odd);
-                }
+                const auto add = [&]<int queries>(int64_t w) {
+                    const auto score = head.registers > kPartRegisters ? &Scorer::score_pair<queries, true> : &Scorer::score_pair<queries, false>;
+                    (this->*score)(a, b, head.registers, tables + w * kBytes, tables_.factors(sequence, h) + w, unit, tile_ + w * kPairs + pair);
+                };
+                int64_t w = 0;
+                for (; w + 4 <= width; w += 4) add.template operator()<4>(w);
+                for (; w + 2 <= width; w += 2) add.template operator()<2>(w);
+                if (w < width) add.template operator()<1>(w);
             }
+        for (int64_t w = 0; w < width; ++w) {
+            F32 *pairs = tile_ + w * kPairs;
+            fold_all<kLanes / 4>(pairs);
+            store(gathered_ + w * kRun + i, pairs[0]);
+        }
     }
 
-    // Sums of at most kPartNibbles look-ups, for all pairs.
-    OASIS_INLINE static void take_sums(const uint8_t *tables, const Bytes *indices, int64_t rows, int factor, Pair *pairs) {
-        Bytes low[kPairs], high[kPairs];
-        const auto first = load_as<Bytes>(tables);
-#pragma GCC unroll 8
-        for (int i = 0; i < kPairs; ++i) low[i] = look_up(first, indices[2 * i]), high[i] = look_up(first, indices[2 * i + 1]);
-        for (int64_t row = 1; row < rows; ++row) {
-            indices += 2 * kPairs;
-            const auto table = load_as<Bytes>(tables + row * kBytes);
-#pragma GCC unroll 8
-            for (int i = 0; i < kPairs; ++i) {
-                low[i] += look_up(table, indices[2 * i]);
-                high[i] += look_up(table, indices[2 * i + 1]);
+    // One unit of each of two blocks, for a few queries. The code rows are unpacked again for the next queries: four of them are what
+    // the sums in registers allow, and storing what was unpacked costs as much as unpacking it.
+    template <int queries, bool long_heads>
+    [[gnu::noinline]] void score_pair(const uint8_t *a, const uint8_t *b, int64_t registers, const uint8_t *tables, const int32_t *factors,
+                                 int64_t unit, F32 *to) const {
+        Pair sums[queries];
+        take_sums<queries>(a, b, std::min(registers, kPartRegisters), tables, factors, sums);
+        if constexpr (long_heads)
+            for (int64_t r = kPartRegisters; r < registers; r += kPartRegisters) {
+                Pair more[queries];
+                take_sums<queries>(a + r * kBytes, b + r * kBytes, std::min(registers - r, kPartRegisters),
+                                   tables + 2 * r * tables_.width() * kBytes, factors, more);
+                for (int q = 0; q < queries; ++q) sums[q] += more[q];
+            }
+        if (partial_ && unit + 1 == units_)
+            for (Pair &sum : sums) sum = masked(sum, last_mask_);
+#pragma GCC unroll 4
+        for (int q = 0; q < queries; ++q) {
+            const F32 sum = powers(sums[q]);
+            to[q * kPairs] = unit == 0 ? sum : to[q * kPairs] + sum;
+        }
+    }
+
+    // Sums of the look-ups of at most kPartNibbles nibbles per lane.
+    template <int queries>
+    OASIS_INLINE void take_sums(const uint8_t *a, const uint8_t *b, int64_t registers, const uint8_t *tables, const int32_t *factors,
+                                Pair *sums) const {
+        Bytes low[queries] = {}, high[queries] = {};
+        const int64_t row_bytes = tables_.width() * kBytes;
+#pragma GCC unroll 1
+        for (int64_t r = 0; r < registers; ++r, tables += 2 * row_bytes) {
+            const auto first = load_as<Bytes>(a + r * kBytes), second = load_as<Bytes>(b + r * kBytes);
+            const Bytes even = rows_of<0>(first, second), odd = rows_of<1>(first, second);
+            const Bytes even_low = low_nibbles(even), even_high = high_nibbles(even), odd_low = low_nibbles(odd), odd_high = high_nibbles(odd);
+#pragma GCC unroll 4
+            for (int q = 0; q < queries; ++q) {
+                const auto table = load_as<Bytes>(tables + q * kBytes);
+                low[q] += look_up(table, even_low), high[q] += look_up(table, even_high);
+            }
+#pragma GCC unroll 4
+            for (int q = 0; q < queries; ++q) {
+                const auto table = load_as<Bytes>(tables + row_bytes + q * kBytes);
+                low[q] += look_up(table, odd_low), high[q] += look_up(table, odd_high);
             }
         }
-#pragma GCC unroll 8
-        for (int i = 0; i < kPairs; ++i) pairs[i] = add_lanes(low[i], high[i], factor);
+#pragma GCC unroll 4
+        for (int q = 0; q < queries; ++q) sums[q] = add_lanes(low[q], high[q], factors[q]);
     }
 
-    // Of one unit of each of kLanes blocks.
-    OASIS_INLINE F32 unit_sums(const uint8_t *tables, const Bytes *indices, int64_t rows, int factor, bool partial) const {
-        Pair pairs[kPairs];
-        if (rows <= kPartNibbles && !partial) { // the usual case, that needs no memory for the pairs
-            take_sums(tables, indices, rows, factor, pairs);
-            return sums_of_powers(pairs);
-        }
-        take_sums(tables, indices, std::min<int64_t>(rows, kPartNibbles), factor, pairs);
-        for (int64_t row = kPartNibbles; row < rows; row += kPartNibbles) {
-            Pair more[kPairs];
-            take_sums(tables + row * kBytes, indices + row * 2 * kPairs, std::min<int64_t>(rows - row, kPartNibbles), factor, more);
-            for (int i = 0; i < kPairs; ++i) pairs[i] += more[i];
-        }
-        if (partial)
-            for (Pair &pair : pairs) pair = masked(pair, last_mask_);
-        return sums_of_powers(pairs);
-    }
-
-    // Sums of powers of kLanes blocks; logits where the query has no factor.
-    OASIS_INLINE void score_tile(int64_t i, int64_t h, int64_t w, float *sums) const {
-        const int factor = tables_.factor(w, h);
-        if (factor == 0) return score_in_floats(i, h, w, sums);
-        const int64_t rows = 2 * tables_.head(h).registers;
-        const uint8_t *tables = tables_.bytes(w, h);
-        F32 total = unit_sums(tables, indices_, rows, factor, partial_ && units_ == 1);
-        for (int64_t unit = 1; unit < units_; ++unit)
-            total += unit_sums(tables, indices_ + unit * rows * 2 * kPairs, rows, factor, partial_ && unit + 1 == units_);
-        store(sums, total);
-    }
-
-    void give_logits(const float *sums, int64_t count, int64_t w, int64_t h, float *logits) const {
-        if (tables_.factor(w, h) == 0) {
-            std::memcpy(logits, sums, static_cast<size_t>(count) * sizeof(float));
-            return;
-        }
-        const float shift = tables_.shift(w, h);
+    void give_logits(int64_t w, int64_t count, int64_t query, int64_t h, float *logits) const {
+        if (tables_.factor(query, h) == 0) return score_in_floats(count, h, query, logits);
+        const float shift = tables_.shift(query, h);
         for (int64_t i = 0; i < count; i += kLanes)
-            store_first(logits + i, log_of(load(sums + i)) + shift, std::min<int64_t>(kLanes, count - i));
+            store_first(logits + i, log_of(load(gathered_ + w * kRun + i)) + shift, std::min<int64_t>(kLanes, count - i));
     }
 
     // For the rare query whose logits are too far apart for bytes, or not finite.
-    [[gnu::noinline]] void score_in_floats(int64_t first, int64_t h, int64_t w, float *logits) const {
+    [[gnu::noinline]] void score_in_floats(int64_t count, int64_t h, int64_t w, float *logits) const {
         const HeadNibbles &head = tables_.head(h);
         const float *tables = tables_.floats(w, h);
         const auto logit_of = [&](const uint8_t *codes, int64_t token) {
@@ -180,13 +184,13 @@ class Scorer {
                 logit += tables[j * 16 + (codes[j * half_ + token % half_] >> (token < half_ ? 0 : 4) & 15)];
             return logit;
         };
-        for (int64_t i = first; i < first + kLanes; ++i) {
+        for (int64_t i = 0; i < count; ++i) {
             const uint8_t *codes = codes_[i] + head.first * half_;
             float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
             for (int64_t t = 0; t < a_.block_size; ++t) most = std::max(most, logit_of(codes, t));
             const float base = std::isfinite(most) ? most : 0.0f;
             for (int64_t t = 0; t < a_.block_size; ++t) total += expf(logit_of(codes, t) - base);
-            logits[i - first] = logf(total) + base + tables_.shift(w, h);
+            logits[i] = logf(total) + base + tables_.shift(w, h);
         }
     }
 
@@ -196,9 +200,9 @@ class Scorer {
     bool partial_;
     uint16_t last_mask_[32];
     const uint8_t *codes_[kRun]; // of each block of a run
-    Bytes *indices_ = nullptr;
     uint8_t *rows_ = nullptr, *empty_ = nullptr; // a page of zeros, and then the last page
-    float *gathered_ = nullptr;                  // (width, kRun)
+    F32 *tile_ = nullptr;                        // (width, kPairs)
+    float *gathered_ = nullptr;                  // (width, kRun): sums of powers
 };
 
 } // namespace
