@@ -7,7 +7,6 @@ import torch
 from . import ops
 from .refresh import Rooms, SparseRows
 from .sequence import Phase, Sequence
-from .types import EMPTY
 from .working_set import place_of, window_start
 
 STAGED_BLOCKS = 512

@@ -4,6 +4,9 @@ When the tokens are known in advance, everything a layer needs from all steps of
 so all steps go through the model in one forward, and texts of one length side by side. Only the choice of the working set goes
 step by step. The choices are made by the same summaries, predictors and ops as in a `Step`, on keys and values that stay whole
 on the device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
+
+Where a sequence shares its budget, the floor follows what all layers hold after each step, which a replay, layer by layer, does
+not know. Its floors are constant; `floors_for_budget` says which ones make the texts hold what a manager would let them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from .abc import KeySummary, Predictor
 from .config import OasisConfig
 from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import load_limits, replaced
-from .selected import first_floor
+from .selected import first_floor, usable_slots
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
 from .whole import ROW_CHUNK, WholeIndex, masked_attention
@@ -116,10 +119,17 @@ class Replay:
         predictor: new, and bound to a projection if it shall use hints.
         histories: one per text, all of one length, longer than the budget.
         rows: see `Rows`.
+        floors: `(B,)`, for a budget per sequence; `None` means those of the first selection.
     """
 
     def __init__(
-        self, shape: ModelShape, config: OasisConfig, predictor: Predictor, histories: list[History], rows: Rows
+        self,
+        shape: ModelShape,
+        config: OasisConfig,
+        predictor: Predictor,
+        histories: list[History],
+        rows: Rows,
+        floors: torch.Tensor | None = None,
     ) -> None:
         self.shape, self.config, self.predictor = shape, config, predictor
         self.reports: list[LayerReport] = []
@@ -134,7 +144,8 @@ class Replay:
         self._low = torch.full((len(histories),), config.sink_blocks, device=shape.device)
         self._expected = self._expectations()
         self._first: list[torch.Tensor] = []
-        self._floor = torch.full((len(histories),), -1.0, device=shape.device)
+        self._floors = floors
+        self._held = torch.zeros(len(histories), device=shape.device)
 
     def _expectations(self) -> list[torch.Tensor]:
         """How likely each row of each step was to be accepted, `(R,)` per step; see `DecodeRows`."""
@@ -145,6 +156,12 @@ class Replay:
             if count > 1:
                 learner.learn_acceptance(self.rows.lengths[step + 1] - self.rows.lengths[step] - 1, count - 1)
         return weights
+
+    def floors_for_budget(self) -> torch.Tensor:
+        """Floors by which the texts would hold as many blocks as the budget has slots for, but for the spare ones, judged by
+        what they held in this replay; on real texts a floor twice as high leaves about half of the blocks."""
+        assert self._floors is not None
+        return self._floors * (self._held / usable_slots(self.shape, self.config))
 
     def hint(self, layer: int, hidden: torch.Tensor) -> None:
         """The residual stream of all rows, `(B, T, hidden_size)`; as `Step.hint`."""
@@ -162,6 +179,7 @@ class Replay:
         num_blocks = torch.tensor(rows.lengths[:-1], device=text.device)[rows.step] // config.block_size
         index = WholeIndex([history.summary for history in self.histories], layer, text, num_blocks, config.block_size, scale)
         selected, loaded = self.choose(layer, queries, index, text, scale)
+        self._held += (selected >= 0).sum((2, 3)).float().mean(1)
         corrected = self._correct(queries, index, selected)
         output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3), scale)
         self.reports.append(LayerReport(loaded, (corrected >= 0).sum(3), coverage))
@@ -210,7 +228,7 @@ class Replay:
                 stamps,
                 self._low,
                 torch.full_like(self._low, high),
-                self._floor,
+                self._floors,
                 step + 1,
                 most,
                 pooled,
@@ -228,9 +246,11 @@ class Replay:
         config = self.config
         best = [self._best(layer, scale) for layer in range(self.shape.num_layers)]
         blocks, mass = (torch.stack(part) for part in zip(*best, strict=True))
-        if config.budget_per == "sequence":
-            self._floor = torch.stack([first_floor(self.shape, config, mass[:, text]) for text in range(mass.shape[1])])
-        blocks = blocks.masked_fill(mass <= self._floor[:, None, None], EMPTY)
+        if config.budget_per == "head":
+            self._floors = torch.full((mass.shape[1],), -1.0, device=mass.device)
+        elif self._floors is None:
+            self._floors = torch.stack([first_floor(self.shape, config, mass[:, text]) for text in range(mass.shape[1])])
+        blocks = blocks.masked_fill(mass <= self._floors[:, None, None], EMPTY)
         padding = config.selected_places - blocks.shape[3]
         self._first = list(torch.nn.functional.pad(blocks, (0, padding), value=EMPTY))
 

@@ -191,13 +191,20 @@ class SharedSelected(Selected):
         return free
 
     def device_bytes(self) -> int:
-        return super().device_bytes() + sum(table.numel() * table.itemsize for table in (self.floors, self.free, self.free_count))
+        return super().device_bytes() + sum(
+            table.numel() * table.itemsize for table in (self.floors, self.free, self.free_count)
+        )
+
+
+def usable_slots(shape: ModelShape, config: OasisConfig) -> int:
+    """How many selected blocks a sequence holds when its budget is full, without the spare slots."""
+    return int(shape.num_layers * shape.kv_heads * config.selected_blocks * (1 - _SPARE))
 
 
 def first_floor(shape: ModelShape, config: OasisConfig, mass: torch.Tensor) -> torch.Tensor:
     """The floor by which a sequence fills its slots but for the spare ones, from the masses of the best `selected_places`
     blocks of each head, `(layers, kv_heads, C)`."""
-    most = int(shape.num_layers * shape.kv_heads * config.selected_blocks * (1 - _SPARE))
+    most = usable_slots(shape, config)
     ranked = mass.flatten().sort(descending=True).values
     floor = ranked[most] if most < len(ranked) else ranked.new_zeros(())
     return floor.clamp(min=_LOWEST)

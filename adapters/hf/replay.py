@@ -153,6 +153,22 @@ def replay(
     stay = list(accepted) if accepted is not None else counts
     _check_steps(counts, stay, hybrid=bool(prompts[0].stock))
     layout = Rows.of(length, counts, stay, prompts[0].keys[0].device)
+    floors = None
+    if config.budget_per == "sequence":
+        floors = _run(model, prompts, ids, config, layout, kind, None)[0].floors_for_budget()
+    done, logits = _run(model, prompts, ids, config, layout, kind, floors)
+    return Replayed(logits[:, layout.kept].log_softmax(-1), done.reports, layout)
+
+
+def _run(
+    model: PreTrainedModel,
+    prompts: list[Prompt],
+    ids: torch.Tensor,
+    config: OasisConfig,
+    layout: Rows,
+    kind: Callable[..., Replay],
+    floors: torch.Tensor | None,
+) -> tuple[Replay, torch.Tensor]:
     shape = model_shape(model, len(prompts[0].keys))
     predictor = registry.load(registry.PREDICTORS, config.predictor, Predictor)(shape, config)
     if predictor.prompt_rows > RECENT_ROWS:
@@ -165,9 +181,8 @@ def replay(
     for prompt in prompts:
         prompt.summaries[config.summary].config = config
     histories = [prompt.history(config.summary) for prompt in prompts]
-    cache.replay = kind(shape, config, predictor, histories, layout)
-    logits = _forward(model, cache, ids, layout.positions)
-    return Replayed(logits[:, layout.kept].log_softmax(-1), cache.replay.reports, layout)
+    done = cache.replay = kind(shape, config, predictor, histories, layout, floors)
+    return done, _forward(model, cache, ids, layout.positions)
 
 
 def _check_steps(rows: list[int], accepted: list[int], hybrid: bool) -> None:

@@ -10,7 +10,10 @@ struct Kernels {
     void (*paged_attention)(const oasis_paged_attention_args &);
     void (*exact_logits)(const oasis_exact_logits_args &);
     void (*block_mass)(const oasis_block_mass_args &);
-    int64_t (*collect_best)(const float *mass, int64_t first, int64_t last, int64_t count, uint64_t *found, int32_t *room);
+    int64_t (*collect_best)(const float *mass, int64_t first, int64_t last, int64_t count, int32_t *orders, int32_t *blocks,
+                            int32_t *room);
+    int32_t (*kth_largest)(const int32_t *keys, int64_t count, int64_t k, int64_t slack);
+    int64_t (*count_at_least)(const int32_t *keys, int64_t count, int32_t bound);
     void (*minmax_write)(const oasis_minmax_write_args &);
     void (*minmax_score)(const oasis_minmax_score_args &);
     void (*minmax4_write)(const oasis_minmax4_write_args &);

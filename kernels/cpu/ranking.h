@@ -15,6 +15,14 @@ inline int32_t ordered(float mass) {
     return bits ^ ((bits >> 31) & INT32_MAX);
 }
 
+// The mass that `ordered` made the number of.
+inline float mass_of(int32_t order) {
+    const int32_t bits = order ^ ((order >> 31) & INT32_MAX);
+    float mass;
+    std::memcpy(&mass, &bits, sizeof mass);
+    return mass;
+}
+
 // A candidate of a ranking: the larger number is the better one.
 using Candidate = uint64_t;
 

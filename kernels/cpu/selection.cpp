@@ -24,42 +24,54 @@ class Ranking {
           high_(std::clamp<int64_t>(high, low_, blocks)), resident_(resident), places_(places) {
         const int64_t range = high_ - low_;
         Parts parts;
-        const auto found = parts.add<Candidate>(range);
-        const auto room = parts.add<int32_t>(range + 64);
+        const auto orders = parts.add<int32_t>(range), numbers = parts.add<int32_t>(range), room = parts.add<int32_t>(range);
+        const auto missing = parts.add<Candidate>(range);
         const auto taken = parts.add<uint8_t>(blocks);
         parts.allocate();
-        found_ = parts.at<Candidate>(found);
-        room_ = parts.at<int32_t>(room);
+        orders_ = parts.at<int32_t>(orders), numbers_ = parts.at<int32_t>(numbers), room_ = parts.at<int32_t>(room);
+        missing_ = parts.at<Candidate>(missing);
         taken_ = parts.at<uint8_t>(taken);
     }
 
     // Finds at least the best `count` of all candidates, in no order.
     void find(int64_t count) {
-        if (count > 0 && high_ > low_)
-            num_found_ = kernels().collect_best(mass_, low_, high_, std::min(count, high_ - low_), found_, room_);
+        count = std::min(count, high_ - low_);
+        if (count > 0) num_found_ = kernels().collect_best(mass_, low_, high_, count, orders_, numbers_, room_);
     }
 
-    // Calls f(mass) for the best `count` candidates and returns the least of their masses, or -1 if there are fewer.
-    template <class F> float best(int64_t count, F &&f) {
-        const int64_t among = std::min(count, num_found_);
-        if (among < num_found_) std::nth_element(found_, found_ + among - 1, found_ + num_found_, std::greater<>());
-        for (int64_t i = 0; i < among; ++i) f(mass_[block_of(found_[i])]);
-        return among < count ? -1.0f : mass_[block_of(*std::min_element(found_, found_ + among))];
+    // The mass of the count-th best candidate, -1 if there are fewer.
+    float at_rank(int64_t count) const {
+        return count > num_found_ ? -1.0f : mass_of(kernels().kth_largest(orders_, num_found_, count, 0));
     }
 
-    // The best `count` that are not resident, best first; EMPTY where the mass is below 0 or there is none. What was found is used up.
+    // How many of the best `count` have at least this mass; NaN has not.
+    int64_t reaching(float mass, int64_t count) const {
+        if (num_found_ == 0) return 0;
+        const int64_t nans = kernels().count_at_least(orders_, num_found_, INT32_MAX);
+        return std::min(count, kernels().count_at_least(orders_, num_found_, ordered(mass))) - std::min(count, nans);
+    }
+
+    // The best `count` that are not resident, best first; EMPTY where the mass is below 0 or there is none.
     void best_missing(int64_t count, int64_t *blocks, float *mass) {
         std::fill_n(taken_, blocks_, uint8_t{0});
         for (int64_t i = 0; i < places_; ++i)
             if (resident_[i] >= 0 && resident_[i] < blocks_) taken_[resident_[i]] = 1;
-        Candidate *end = std::remove_if(found_, found_ + num_found_, [&](Candidate c) { return taken_[block_of(c)] != 0; });
-        const int64_t among = std::min<int64_t>(count, end - found_);
-        std::partial_sort(found_, found_ + among, end, std::greater<>());
-        // Whatever is no missing candidate counts as -1, and may stand before a candidate of less.
+        int64_t among = 0;
+        for (int64_t i = 0; i < num_found_; ++i) {
+            room_[among] = orders_[i];
+            missing_[among] = candidate(orders_[i], numbers_[i]);
+            among += taken_[numbers_[i]] == 0;
+        }
+        if (among > count && count > 0) {
+            const Candidate least = candidate(kernels().kth_largest(room_, among, count, 0), 0xffffffff); // of its equals the last
+            among = std::copy_if(missing_, missing_ + among, missing_, [&](Candidate c) { return c >= least; }) - missing_;
+        }
+        std::sort(missing_, missing_ + among, std::greater<>());
+        // Whatever is no missing candidate counts as -1; so does one of less.
         std::fill_n(blocks, count, OASIS_EMPTY);
         std::fill_n(mass, count, -1.0f);
-        for (int64_t i = 0; i < among; ++i) {
-            const int64_t block = block_of(found_[i]);
+        for (int64_t i = 0; i < std::min(among, count); ++i) {
+            const int64_t block = block_of(missing_[i]);
             if (mass_[block] < -1.0f) break;
             mass[i] = mass_[block];
             if (!(mass_[block] < 0.0f)) blocks[i] = block;
@@ -71,8 +83,8 @@ class Ranking {
     int64_t blocks_, low_, high_;
     const int64_t *resident_;
     int64_t places_, num_found_ = 0;
-    Candidate *found_;
-    int32_t *room_;
+    int32_t *orders_, *numbers_, *room_;
+    Candidate *missing_;
     uint8_t *taken_;
 };
 
@@ -96,7 +108,7 @@ struct Head {
     int64_t sequence, number; // number: counted over all sequences
     int64_t hits = 0, wanted = 0;
 
-    // Fills the head's places, blocks and gains; `lost` may be any size. A pair that is no swap has an EMPTY block.
+    // Fills the head's places, blocks and gains. A pair that is no swap has an EMPTY block. `order` is room to work in.
     void propose(float *gains, std::vector<Place> &order) {
         const float floor = a.floor[sequence];
         const int64_t low = a.low[sequence], high = a.high[sequence], at = number * a.places;
@@ -105,10 +117,10 @@ struct Head {
         Ranking ranking(mass, a.blocks, low, high, resident, a.places);
         ranking.find(a.places + a.swaps); // at most `places` of them are resident
         const int64_t most = std::min(a.places, a.blocks);
-        float threshold = most == 0 ? 0.0f : ranking.best(most, [&](float m) { wanted += m >= 0.0f && m >= floor; });
-        threshold = maximum(maximum(threshold, floor), 0.0f);
+        const float least = std::max(floor, 0.0f), threshold = most == 0 ? least : maximum(ranking.at_rank(most), least);
+        wanted = ranking.reaching(least, most);
 
-        order.resize(static_cast<size_t>(a.places));
+        std::vector<int32_t> cheapness(static_cast<size_t>(a.places));
         for (int64_t c = 0; c < a.places; ++c) {
             const int64_t block = resident[c];
             const bool eligible = block >= low && block < high && a.blocks > 0;
@@ -117,9 +129,9 @@ struct Head {
             hits += hit;
             a.new_selected_at[at + c] = hit ? a.step : a.selected_at[at + c];
             a.kept[at + c] = block >= 0 && held < floor - a.margin ? OASIS_EMPTY : block;
-            order[static_cast<size_t>(c)] = {ordered(maximum(held, floor)), a.new_selected_at[at + c], c};
+            cheapness[static_cast<size_t>(c)] = ~ordered(maximum(held, floor));
         }
-        std::partial_sort(order.begin(), order.begin() + a.swaps, order.end());
+        if (a.swaps > 0) worst_places(cheapness, order);
 
         int64_t *blocks = a.swap_blocks + number * a.swaps, *places = a.swap_places + number * a.swaps;
         ranking.best_missing(a.swaps, blocks, gains);
@@ -131,6 +143,15 @@ struct Head {
             if (!(lost < 0.0f ? gains[k] > 0.0f : gains[k] > lost + a.margin)) blocks[k] = OASIS_EMPTY;
             gains[k] -= lost < 0.0f ? 0.0f : lost;
         }
+    }
+
+    // At least the `swaps` places that go first, in that order.
+    void worst_places(const std::vector<int32_t> &cheapness, std::vector<Place> &order) const {
+        const int32_t bound = kernels().kth_largest(cheapness.data(), a.places, a.swaps, 0);
+        for (int64_t c = 0; c < a.places; ++c)
+            if (const int32_t cheap = cheapness[static_cast<size_t>(c)]; cheap >= bound)
+                order.push_back({~cheap, a.new_selected_at[number * a.places + c], c});
+        std::sort(order.begin(), order.end());
     }
 
     void settle() const {
@@ -158,7 +179,7 @@ void share(int64_t *blocks, const float *gains, int64_t count, int64_t pooled) {
 }
 
 bool sizes_fit(int64_t blocks, int64_t kv_heads) {
-    if (kv_heads >= 1 && blocks < int64_t{0xffffffff}) return true;
+    if (kv_heads >= 1 && blocks <= INT32_MAX) return true;
     fail(OASIS_INVALID, "kv_heads is %lld and there are %lld blocks", static_cast<long long>(kv_heads), static_cast<long long>(blocks));
     return false;
 }

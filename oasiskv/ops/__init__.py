@@ -49,13 +49,13 @@ _SCHEMAS = {
     ),
 }
 
-_REFERENCE = {name: {**vars(reference), **vars(reference_summaries)}[name] for name in _SCHEMAS}
+REFERENCE = {name: {**vars(reference), **vars(reference_summaries)}[name] for name in _SCHEMAS}
 
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
-    _library.impl(_name, _REFERENCE[_name], "CompositeExplicitAutograd")
+    _library.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
 
-backends = Backends(_library, _REFERENCE)
+backends = Backends(_library, REFERENCE)
 
 
 def available() -> dict[str, dict[str, str]]:

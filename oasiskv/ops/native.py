@@ -1,6 +1,6 @@
 """Moving and attending in native code: what a call must look like, and its way into the library.
 
-Each op has the signature of its reference. An argument that cannot be right raises `InputError`; one that the library has no code
+Each op has the signature of its reference. An argument that cannot be right raises `InputError`. What the library has no code
 for (mixed dtypes, a written tensor that is a view) goes to the reference. Tensors that are only read are made dense.
 """
 
@@ -164,9 +164,7 @@ class Attention:
         dense = pool.is_contiguous() and (arena is None or arena.is_contiguous())
         alike = queries.dtype is pool.dtype and (arena is None or arena.dtype is pool.dtype)
         if dtype is None or not dense or not alike:
-            return reference.paged_attention(
-                queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale
-            )
+            return reference.paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale)
         queries = queries if queries.stride(3) == 1 else queries.contiguous()
         slots, blocks, positions = table("slots", slots), table("blocks", blocks), table("positions", positions)
         output = torch.empty((sequences, rows, query_heads, head_dim), dtype=queries.dtype, device=queries.device)

@@ -134,9 +134,7 @@ class Selection:
             return reference.select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin)
         return swap_places, swap_blocks, kept, stamps, counts
 
-    def exchange_slots(
-        self, slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor
-    ) -> Tensor:
+    def exchange_slots(self, slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor) -> Tensor:
         """As the reference."""
         if slots.dim() != 3 or free.dim() != 2 or places.dim() != 3:
             raise InputError(

@@ -226,9 +226,7 @@ def select(
     return torch.where(accept, paired, EMPTY), torch.where(accept, block, EMPTY), kept, stamps, counts
 
 
-def exchange_slots(
-    slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor
-) -> Tensor:
+def exchange_slots(slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor) -> Tensor:
     """Put the slots of empty places on a stack, and take slots from it for places that are filled anew.
 
     Args:

@@ -31,6 +31,7 @@ class ManagerMachine(RuleBasedStateMachine):
     stretch = 1
     settings_drawn = st.fixed_dictionaries(
         {
+            "budget_per": st.sampled_from(["head", "sequence"]),
             "summary": st.sampled_from(["minmax", "transform"]),
             "predictor": st.sampled_from(["lookahead", "previous", "oracle"]),
             "dense_threshold": st.sampled_from([None, 80]),

@@ -98,7 +98,7 @@ def top_missing(mass, resident, low, high, count):
 
 
 def select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin):
-    """The resident blocks and their stamps afterwards, both `(S, H, C)`; what is kept of `resident`; and the counts `(S, 2)`."""
+    """Blocks afterwards, what is kept of `resident`, stamps afterwards, `(S, H, C)` each; and the counts `(S, 2)`."""
     sequences, heads, blocks = mass.shape
     places = resident.shape[2]
     kept, after, stamps = resident.clone(), resident.clone(), selected_at.clone()

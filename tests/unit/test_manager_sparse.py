@@ -37,11 +37,12 @@ def test_the_oracle_attends_exactly_over_what_it_chose(tokens):
             driver.check()
 
 
+@pytest.mark.parametrize("budget_per", ["head", "sequence"])
 @pytest.mark.parametrize("predictor", ["lookahead", "previous"])
 @pytest.mark.parametrize("summary", ["minmax", "transform"])
 @pytest.mark.parametrize(("tokens", "drafts", "accepted"), [(1, 0, 1), (4, 3, 2), (16, 15, 16), (3, 1, 3)])
-def test_a_step_attends_exactly_over_what_was_chosen_before(predictor, summary, tokens, drafts, accepted):
-    with KVManager(SHAPE, tiny(predictor=predictor, summary=summary)) as manager:
+def test_a_step_attends_exactly_over_what_was_chosen_before(budget_per, predictor, summary, tokens, drafts, accepted):
+    with KVManager(SHAPE, tiny(budget_per=budget_per, predictor=predictor, summary=summary)) as manager:
         driver = Driver(manager)
         sequence = driver.create(70)
         driver.decode(sequence)

@@ -4,15 +4,14 @@
 #include "declarations.h"
 #include "ranking.h"
 #include "simd.h"
-#include "workspace.h"
 
 #include <algorithm>
-#include <functional>
+#include <limits>
 
 namespace oasis::OASIS_ISA {
 namespace {
 
-constexpr int64_t kGroupsPerCandidate = 4; // more groups give a closer bound, and take longer to rank
+constexpr int64_t kGroupsPerCandidate = 2; // more groups give a closer bound, and take longer to rank
 
 OASIS_INLINE I32 ordered(F32 mass) {
     const I32 bits = reinterpret_cast<I32>(mass + 0.0f);
@@ -22,41 +21,37 @@ OASIS_INLINE I32 ordered(F32 mass) {
 
 } // namespace
 
-// Appends the candidates among mass[first .. last) to `found`, at least the best `count` of them; returns how many it appended. `found`
-// has room for all of them, `room` for (last - first) / kLanes + 1 vectors of integers.
-int64_t collect_best(const float *mass, int64_t first, int64_t last, int64_t count, uint64_t *found, int32_t *room) {
+// Writes the candidates among mass[first .. last), at least the best `count` of them (count > 0), and returns how many it has written:
+// what `ordered` makes of the mass, and the block. The three arrays have room for all candidates.
+int64_t collect_best(const float *mass, int64_t first, int64_t last, int64_t count, int32_t *orders, int32_t *blocks,
+                     int32_t *room) {
     const int64_t vectors = (last - first) / kLanes;
-    const int64_t per_group = vectors * kLanes / (kGroupsPerCandidate * std::max<int64_t>(count, 1));
-    int64_t number = 0;
-    int32_t bound = INT32_MIN;
-    if (per_group > 1) {
-        int64_t groups = 0;
-        for (int64_t v = 0; v + per_group <= vectors; v += per_group, groups += kLanes) {
-            I32 most = broadcast(INT32_MIN);
-            for (int64_t i = 0; i < per_group; ++i) {
-                const I32 order = ordered(load(mass + first + (v + i) * kLanes));
-                most = order > most ? order : most;
-            }
-            store(room + groups, most);
+    const int64_t per_group = vectors * kLanes / (kGroupsPerCandidate * count), groups = per_group ? vectors / per_group * kLanes : 0;
+    float bound = -std::numeric_limits<float>::infinity();
+    if (per_group > 1 && groups >= count) {
+        for (int64_t g = 0; g < groups; g += kLanes) {
+            const float *group = mass + first + g * per_group;
+            F32 most = load(group);
+            // A NaN may get lost here: then some other mass of its group stands for the group, which is as true.
+            for (int64_t i = 1; i < per_group; ++i) most = larger(most, load(group + i * kLanes));
+            store(room + g, ordered(most));
         }
-        std::nth_element(room, room + count - 1, room + groups, std::greater<>());
-        bound = room[count - 1];
+        bound = mass_of(kth_largest(room, groups, count, count / 8));
     }
-    const I32 least = broadcast(bound);
-    int64_t i = first;
+    int64_t number = 0, i = first;
     for (; i + kLanes <= last; i += kLanes) {
-        const I32 order = ordered(load(mass + i));
-        uint32_t bits = bits_of(order >= least);
-        if (!bits) continue;
-        int32_t orders[kLanes];
-        store(orders, order);
-        for (; bits; bits &= bits - 1) {
-            const int lane = __builtin_ctz(bits);
-            found[number++] = candidate(orders[lane], i + lane);
+        const F32 masses = load(mass + i);
+        for (uint32_t bits = bits_of(~(masses < bound)); bits; bits &= bits - 1) { // NaN is not below
+            const int64_t block = i + __builtin_ctz(bits);
+            orders[number] = oasis::ordered(mass[block]);
+            blocks[number++] = static_cast<int32_t>(block);
         }
     }
     for (; i < last; ++i)
-        if (const int32_t order = oasis::ordered(mass[i]); order >= bound) found[number++] = candidate(order, i);
+        if (!(mass[i] < bound)) {
+            orders[number] = oasis::ordered(mass[i]);
+            blocks[number++] = static_cast<int32_t>(i);
+        }
     return number;
 }
 

@@ -14,6 +14,8 @@ const Kernels table{
     .exact_logits = exact_logits,
     .block_mass = block_mass,
     .collect_best = collect_best,
+    .kth_largest = kth_largest,
+    .count_at_least = count_at_least,
     .minmax_write = minmax_write,
     .minmax_score = minmax_score,
     .minmax4_write = minmax4_write,

@@ -30,7 +30,7 @@ PARTLY = (2, 5, 1, 3, 1, 4, 1, 2)
 
 def narrow(**changes):
     """Without margins, since the attention of tiny random models is so even that nothing would move with them."""
-    settings = {"budget_tokens": 96, "block_size": 8, "sink_tokens": 8, "window_tokens": 16, "workers": 0}
+    settings = {"budget_tokens": 96, "block_size": 8, "sink_tokens": 8, "window_tokens": 16, "workers": 0, "budget_per": "head"}
     margins = {"swap_margin": 0.0, "correction_margin": 0.0, "correction_blocks": 2}
     return OasisConfig(**{**settings, **margins, **changes})
 
@@ -65,6 +65,21 @@ def test_tokens_one_by_one(family, predictor, summary, correction):
     assert predictor not in MOVING or figures.loaded.sum() > 0
     if predictor == "oracle":  # the others move blocks after the last step too
         assert int(figures.loaded.sum()) == stats.loaded_blocks
+
+
+@pytest.mark.parametrize("predictor", ["layer-ahead", "previous", "oracle"])
+def test_a_shared_budget_while_its_floor_stands_still(predictor, monkeypatch):
+    """The floors of a replay are constant, and its slots never run out."""
+    monkeypatch.setattr("oasiskv.selected._RATE", 0.0)
+    monkeypatch.setattr("oasiskv.selected._SPARE", 0.5)
+    monkeypatch.setattr("oasiskv.replay.Replay.floors_for_budget", lambda replay: replay._floors)
+    model, ids = tiny("llama"), prompt(1, PROMPT + TOKENS)
+    config = narrow(predictor=predictor, budget_per="sequence")
+    real, stats = teacher_forced(model, ids, PROMPT, config)
+    figures = Spans.read(model, ids, PROMPT, TOKENS, 1, ["transform"], config).measure(config)
+    assert_same(figures.kl[0], torch.tensor(real.kl))
+    assert int(figures.corrected.sum()) == stats.corrected_blocks
+    assert figures.loaded.sum() > 0
 
 
 def drafted(model, ids, length, config, rows, accepted):

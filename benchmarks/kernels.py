@@ -1,0 +1,177 @@
+"""How fast the native CPU kernels are, beside what bounds them on the same machine.
+
+One attention layer like that of Llama-3.1-8B: 32 query heads, 8 kv heads, head_dim 128, blocks of 16 tokens, bf16, a budget of 2,048
+tokens. What is compared runs in turns, each time on blocks that no cache holds any more. Times are medians of the processor time
+of one thread, but for the row about two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from oasiskv import ops
+
+from .report import Row, at_least, at_most, run
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
+PLACES = 128
+SLOT_BYTES = 2 * BLOCK * HEAD_DIM * 2
+
+Case = Callable[[int], object]
+
+
+class Layer:
+    """Keys and values of one long text, and working sets of it that have no block in common."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        count = KV_HEADS * blocks
+        self.pool = torch.randn(64, 2, BLOCK, HEAD_DIM).bfloat16().repeat(count // 64, 1, 1, 1)
+        order = torch.randperm(count)
+        self._sets = order.view(-1, 1, KV_HEADS, PLACES)
+        self._whole = order.view(1, KV_HEADS, blocks)
+        self._sum = torch.zeros(1)
+        native = ops.backends.cpu
+        if native is None:
+            raise SystemExit("benchmarks.kernels measures native code, and this installation has none")
+        self._read_slots = native.call("read_slots")
+
+    def sparse(self, rows: int) -> Case:
+        """Attention of `rows` rows over the n-th working set."""
+        return lambda turn: self._attend(self._sets[turn % len(self._sets)], rows)
+
+    def dense(self, rows: int) -> Case:
+        """Attention over everything."""
+        return lambda _: self._attend(self._whole, rows)
+
+    def _attend(self, slots: torch.Tensor, rows: int) -> torch.Tensor:
+        places = slots.shape[2]
+        blocks = torch.arange(places).expand(slots.shape).contiguous()
+        positions = torch.arange(places * BLOCK - rows, places * BLOCK)[None]
+        queries = torch.ones(1, rows, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        scale = HEAD_DIM**-0.5
+        output: torch.Tensor = ops.paged_attention(queries, self.pool, slots, blocks, None, None, None, positions, scale)[0]
+        return output
+
+    def read(self, turn: int) -> bool:
+        """Reads the n-th working set and does nothing with it."""
+        slots = self._sets[turn % len(self._sets)]
+        return self._read_slots(
+            pool=self.pool.data_ptr(),
+            slots=slots.data_ptr(),
+            sum=self._sum.data_ptr(),
+            count=slots.numel(),
+            num_slots=self.pool.shape[0],
+            slot_bytes=SLOT_BYTES,
+        )
+
+
+def medians(cases: dict[str, Case], turns: int, clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
+    """Seconds of each case. They run in turns, so that what else the machine does meets all alike."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    # A step that has no divisor in common with the number of working sets, so that no case meets those of another.
+    number = 0
+    for turn in range(turns + 1):
+        for name, case in cases.items():
+            number += 7
+            start = clock()
+            case(number)
+            if turn > 0:
+                times[name].append(clock() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def attention(options: argparse.Namespace) -> Iterator[Row]:
+    """Sparse attention beside reading, beside dense attention, and with more rows or threads."""
+    layer = Layer(2048 if options.quick else 8192)
+    turns = 15 if options.quick else 60
+    found = medians({"read": layer.read, "one": layer.sparse(1), "four": layer.sparse(4)}, turns)
+    yield at_least(
+        "attention-bandwidth", "sparse attention, 1 row: share of the bandwidth of reading", found["read"] / found["one"], "", 0.85
+    )
+    yield at_most("attention-rows", "4 rows, in the time of 1 row", found["four"] / found["one"], "x", 1.3)
+    found = medians({"sparse": layer.sparse(1), "dense": layer.dense(1)}, max(5, turns // 5))
+    ratio = layer.blocks // PLACES
+    yield at_least(
+        "attention-dense",
+        f"the same kernel over {ratio} times the blocks, in the time of the working set",
+        found["dense"] / found["sparse"],
+        "x",
+        50 / 64 * ratio,
+    )
+    yield two_threads(layer, turns)
+
+
+def two_threads(layer: Layer, turns: int) -> Row:
+    """By the clock on the wall: this needs a machine that does nothing else."""
+
+    def on(threads: int) -> Case:
+        def case(turn: int) -> None:
+            torch.set_num_threads(threads)
+            layer.sparse(1)(turn)
+
+        return case
+
+    found = medians({"one": on(1), "two": on(2)}, turns, time.perf_counter)
+    torch.set_num_threads(1)
+    return at_least("attention-threads", "two threads, against one", found["one"] / found["two"], "x", 1.8)
+
+
+def selection(options: argparse.Namespace) -> Iterator[Row]:
+    """Choosing swaps beside one `torch.topk` of the same masses."""
+    blocks, swaps = 8192, 16
+    masses = [torch.randn(1, KV_HEADS, blocks).mul(2).softmax(2) for _ in range(20)]
+    residents = []
+    for mass in masses:  # nearly the best blocks, and a few others
+        resident = mass.topk(PLACES + 8, dim=2).indices[..., 8:].contiguous()
+        resident[..., :8] = torch.randint(0, blocks, (1, KV_HEADS, 8))
+        residents.append(resident)
+    stamps, floor = torch.zeros_like(residents[0]), torch.tensor([-1.0])
+    low, high = torch.tensor([1]), torch.tensor([blocks - 2])
+
+    def select(turn: int) -> object:
+        mass, resident = masses[turn % 20], residents[turn % 20]
+        return ops.select(mass, resident, stamps, low, high, floor, turn, swaps, 40, 1e-4)
+
+    cases: dict[str, Case] = {"topk": lambda turn: masses[turn % 20].topk(PLACES, dim=2), "select": select}
+    found = medians(cases, 60 if options.quick else 300)
+    what = f"select, {KV_HEADS} heads of {blocks} blocks, against torch.topk of them"
+    yield at_most("select", what, found["select"] / found["topk"], "x", 0.3)
+
+
+def overhead(options: argparse.Namespace) -> Iterator[Row]:
+    """A call that does next to nothing, beside the cheapest call of torch."""
+    pool, eight = torch.zeros(4, 2, 4, 8), torch.zeros(8)
+    source, target = torch.tensor([0]), torch.tensor([3])
+
+    def often(call: Callable[[], object]) -> Case:
+        def case(_: int) -> None:
+            for _turn in range(200):
+                call()
+
+        return case
+
+    cases = {
+        "add": often(lambda: eight.add_(1)),
+        "copy": often(lambda: ops.copy_blocks(pool, pool, source, target)),
+    }
+    found = medians(cases, 15 if options.quick else 60)
+    yield at_most("overhead", "one op from Python, against an in-place add of 8 elements", found["copy"] / found["add"], "x", 3)
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All rows."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield from overhead(options)
+    yield from selection(options)
+    yield from attention(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("kernels", __doc__.splitlines()[0], measure))
