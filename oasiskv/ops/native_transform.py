@@ -81,11 +81,11 @@ class Transform:
     ) -> Tensor:
         """As the reference, but for the rounding of tables to bytes.
 
-        For a query, let `r` be what one nibble can change a logit by, summed over 8 nibbles of a head, at most. Entries are
-        rounded to steps of `s = max(r + ln 2, 1.35) / 249` nats, rounded up to a multiple of `ln 2 / 128`, so a block logit is
-        off by at most `s / 2` for each nibble of the head, and 0.034 nats from taking powers by their linear interpolation.
-        Typical of a head with 16 nibbles: steps of 0.04 nats and a standard deviation of 0.05 nats. A query that would need steps
-        above 0.34 nats is scored in floats.
+        Let `r` be how far a query's logits can lie apart by 8 nibbles of a head, in nats, for the 8 where it is most. Entries are
+        rounded to steps of `s = (r + ln 2) / 249`, rounded up to a multiple of `ln 2 / 128` and to 0.022 at least. A block logit is
+        off by at most `s / 2` for each nibble of the head, and by 0.034 because powers of two are read off a line through each
+        octave. The errors of nibbles are independent: over 16 nibbles their standard deviation is `1.2 s`. A query that would
+        need steps above 0.34, or that is not finite, is scored in floats.
         """
         num_pages, num_nibbles, half = _codes_shape(codes)
         heads, head_dim = _mean_shape(mean)
