@@ -98,6 +98,6 @@ def table_error(book: Book, queries: torch.Tensor, scale: float) -> torch.Tensor
             entries = rotated[..., own] @ book.levels[nibble].double().T
             spread[..., number] = entries.amax(-1) - entries.amin(-1)
         octaves = spread.topk(8).values.sum(-1) / octave
-        step = (128 * (octaves + 1) / 249).ceil().clamp(min=4) * octave / 128
+        step = (128 * (octaves + 1) / 249).ceil() * octave / 128
         error[:, :, h * group : (h + 1) * group] = len(nibbles) * step / 2 + 0.034
     return error

@@ -24,7 +24,6 @@
 namespace oasis::OASIS_ISA {
 
 inline constexpr int kPartNibbles = 8; // whose bytes are added before anything is widened
-inline constexpr int kLeastFactor = 4;
 inline constexpr int kMostFactor = 63;                 // 2 * 255 * 63 fits 16 bits with a sign
 inline constexpr int kMostBits = 0x7f80 - 7 * 128 - 1; // sums of 64 powers stay finite
 inline constexpr float kOctave = 0.69314718f;          // in nats
@@ -180,7 +179,7 @@ class ScoreTables {
         }
         // Half a step of rounding for each nibble, and two steps: the floor is rounded up, and so may products be.
         const float needed = 128.0f * *std::max_element(octaves, octaves + num_parts) / (253.0f - kPartNibbles / 2.0f);
-        return needed <= kMostFactor ? std::max(kLeastFactor, static_cast<int>(std::ceil(needed))) : 0;
+        return needed <= kMostFactor ? static_cast<int>(std::ceil(needed)) : 0;
     }
 
     const oasis_transform_score_args &a_;
