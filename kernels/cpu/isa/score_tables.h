@@ -8,8 +8,8 @@
 // Why bytes are fine enough, and 16-bit entries (twice the look-ups, twice the additions) are not needed: sums are kept in bytes over
 // kPartNibbles nibbles only and added in 16 bits from there on. Over so few, a query's logits spread about 10 nats at most, so that the
 // step is 0.02 to 0.05 nats; roundings of 16 nibbles at that step have a standard deviation of 0.02 to 0.06 nats, a tenth of what the
-// code itself leaves open. A query for which all this fails (steps above half an octave, numbers that are not finite) has factor 0 and
-// is scored in floats.
+// code itself leaves open. A query for which all this fails (steps above half an octave, logits within a few steps of each other,
+// numbers that are not finite) has factor 0 and is scored in floats.
 #pragma once
 
 #include "bytes.h"
@@ -27,6 +27,7 @@ inline constexpr int kPartNibbles = 8; // whose bytes are added before anything 
 inline constexpr int kMostFactor = 63;                 // 2 * 255 * 63 fits 16 bits with a sign
 inline constexpr int kMostBits = 0x7f80 - 7 * 128 - 1; // sums of 64 powers stay finite
 inline constexpr float kOctave = 0.69314718f;          // in nats
+inline constexpr float kFlat = 1.0f / 32;              // octaves: logits that lie closer than this are not told apart by steps
 // Half of what `powers` gives too much, in nats: ln(1.0615) / 2, and half of what the lower half of the mantissa adds, 2^-8.
 inline constexpr float kExcess = 0.0337f;
 
@@ -178,8 +179,8 @@ class ScoreTables {
             octaves[Place(j).part] += (high - low) / kOctave;
         }
         // Half a step of rounding for each nibble, and two steps: the floor is rounded up, and so may products be.
-        const float needed = 128.0f * *std::max_element(octaves, octaves + num_parts) / (253.0f - kPartNibbles / 2.0f);
-        return needed <= kMostFactor ? static_cast<int>(std::ceil(needed)) : 0;
+        const float most = *std::max_element(octaves, octaves + num_parts), needed = 128.0f * most / (253.0f - kPartNibbles / 2.0f);
+        return most >= 1.0f + kFlat && needed <= kMostFactor ? static_cast<int>(std::ceil(needed)) : 0;
     }
 
     const oasis_transform_score_args &a_;
