@@ -145,7 +145,7 @@ def two_threads(layer: Layer, turns: int) -> Row:
 
 
 class Summaries:
-    """What scoring reads of one layer: bounds of 8,192 blocks in fp16, and transform codes in a few copies, so that none is cached."""
+    """What scoring reads of one layer: bounds in fp16, and transform codes in a few copies, so that none is cached."""
 
     def __init__(self, blocks: int, copies: int = 5) -> None:
         nibbles, components = max(8, HEAD_DIM // 8), 28
@@ -193,7 +193,7 @@ class Summaries:
 def scoring(options: argparse.Namespace) -> Iterator[Row]:
     """Scoring 8,192 blocks for one row of queries, beside attention over the budget and beside reading."""
     blocks = 2048 if options.quick else 8192
-    layer, summaries = Layer(2048), Summaries(blocks)
+    layer, summaries = Layer(2048, options.small_pages), Summaries(blocks)
     cases = {"attention": layer.sparse(1), "transform": summaries.transform, "minmax": summaries.minmax, "read": summaries.read}
     found = medians(cases, 15 if options.quick else 60)
     what = f"transform scores of {blocks} blocks"

@@ -81,8 +81,8 @@ def make_book(variances: torch.Tensor, nibbles: int, head_dim: int) -> Book:
 def table_error(book: Book, queries: torch.Tensor, scale: float) -> torch.Tensor:
     """How far native scores may be from those of the tables themselves, `(S, R, Hq)`.
 
-    Entries are rounded to steps for which the sum over any 8 nibbles of a head fits 249 steps with an octave to spare, and powers
-    of two are read off a line through each octave, which is off by 0.034 nats at most to either side.
+    Entries are rounded to steps for which the sum over any 8 nibbles of a head fits 249 steps with an octave to spare, and
+    powers of two are read off a line through each octave, which is off by 0.034 nats at most to either side.
     """
     octave = math.log(2)
     heads, group = book.mean.shape[0], queries.shape[2] // book.mean.shape[0]

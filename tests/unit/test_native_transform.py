@@ -97,7 +97,7 @@ def test_each_query_has_its_own_scale(path):  # noqa: F811
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_query_that_is_not_finite_spoils_only_its_own_logits(path, value):  # noqa: F811
-    book, arguments = scoring_case(rows=2, blocks=20)
+    _, arguments = scoring_case(rows=2, blocks=20)
     queries = arguments[2].clone()
     queries[0, 1, 5, 3] = value
     logits, sound = ops.transform_score(*arguments[:2], queries, *arguments[3:]), ops.transform_score(*arguments)
