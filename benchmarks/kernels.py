@@ -1,8 +1,8 @@
 """How fast the native CPU kernels are, beside what bounds them on the same machine.
 
-One attention layer like that of Llama-3.1-8B: 32 query heads, 8 kv heads, head_dim 128, blocks of 16 tokens, bf16, a budget of 2,048
-tokens. What is compared runs in turns, each time on blocks that no cache holds any more. Times are medians of the processor time
-of one thread, but for the row about two threads. The pool lies on huge pages unless `--small-pages` is given.
+One attention layer like that of Llama-3.1-8B: 32 query heads, 8 kv heads, head_dim 128, blocks of 16 tokens, bf16, a budget of
+2,048 tokens. What is compared runs in turns, each time on blocks that no cache holds any more. Times are medians of processor
+time of one thread, but for the row about two threads. The pool lies on huge pages unless `--small-pages` is given.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def selection(options: argparse.Namespace) -> Iterator[Row]:
 
     def select(turn: int) -> object:
         mass, resident = masses[turn % 20], residents[turn % 20]
-        return ops.select(mass, resident, stamps, low, high, floor, turn, swaps, 40, 1e-4)
+        return ops.select(mass, resident, stamps, low, high, floor, turn, swaps, 40, 1e-4, 0.5)
 
     cases: dict[str, Case] = {"topk": lambda turn: masses[turn % 20].topk(PLACES, dim=2), "select": select}
     found = medians(cases, 60 if options.quick else 300)
@@ -255,10 +255,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     yield from scoring(options)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def more_options(parser: argparse.ArgumentParser) -> None:
     """What only this benchmark has."""
     parser.add_argument("--small-pages", action="store_true", help="keep the pool on pages of 4 KiB")
 
 
 if __name__ == "__main__":
-    raise SystemExit(run("kernels", __doc__ or "", measure, options))
+    raise SystemExit(run("kernels", __doc__ or "", measure, more_options))

@@ -13,6 +13,7 @@ from .arena import Arena
 from .config import OasisConfig
 from .metrics import Counters
 from .pool import Pool
+from .selected import KEPT_ABOVE
 from .types import EMPTY, ModelShape
 from .working_set import WorkingSets
 
@@ -146,6 +147,7 @@ class Refresh:
             self._max_new,
             self._pooled,
             rooms.config.swap_gain * rooms.shape.group_size,
+            KEPT_ABOVE,
         )
         rooms.counters.add(wanted_blocks=counts[:, 1].sum(), resident_blocks=counts[:, 0].sum())
 

@@ -21,7 +21,7 @@ from .abc import KeySummary, Predictor
 from .config import OasisConfig
 from .predictors.lookahead import likely_rows, need_over_rows
 from .refresh import load_limits, replaced
-from .selected import first_floor, usable_slots
+from .selected import KEPT_ABOVE, first_floor, usable_slots
 from .sequence import Sequence
 from .types import EMPTY, ModelShape
 from .whole import ROW_CHUNK, WholeIndex, masked_attention
@@ -146,6 +146,8 @@ class Replay:
         self._first: list[torch.Tensor] = []
         self._floors = floors
         self._held = torch.zeros(len(histories), device=shape.device)
+        self._masses: list[torch.Tensor] = []
+        self._measures = config.budget_per == "sequence" and floors is None
 
     def _expectations(self) -> list[torch.Tensor]:
         """How likely each row of each step was to be accepted, `(R,)` per step; see `DecodeRows`."""
@@ -158,10 +160,17 @@ class Replay:
         return weights
 
     def floors_for_budget(self) -> torch.Tensor:
-        """Floors by which the texts would hold as many blocks as the budget has slots for, but for the spare ones, judged by
-        what they held in this replay; on real texts a floor twice as high leaves about half of the blocks."""
+        """Floors by which the texts would hold as many blocks as the budget has slots for, but for the spare ones. More blocks
+        are held than exceed the floor, since they stay a while; the share is taken to be that of this replay."""
         assert self._floors is not None
-        return self._floors * (self._held / usable_slots(self.shape, self.config))
+        floors = []
+        for text, (floor, held) in enumerate(zip(self._floors, self._held, strict=True)):
+            masses = torch.cat([layer[:, text].flatten() for layer in self._masses])
+            above = int((masses > floor).sum())
+            wanted = above * usable_slots(self.shape, self.config) / max(1.0, float(held))
+            rank = min(max(1, round(wanted)), len(masses))
+            floors.append(masses.sort(descending=True).values[rank - 1])
+        return torch.stack(floors).clamp(min=0.0)
 
     def hint(self, layer: int, hidden: torch.Tensor) -> None:
         """The residual stream of all rows, `(B, T, hidden_size)`; as `Step.hint`."""
@@ -208,7 +217,7 @@ class Replay:
         guesses = queries if hidden is None else self._guess(layer, hidden, queries)
         mass = predictor.score(layer, guesses, index)
         most, pooled = load_limits(config, predictor, self.shape.kv_heads)
-        selected, loaded = [], []
+        selected, loaded, masses = [], [], []
         moved = torch.zeros(resident.shape[:2], dtype=torch.int64, device=resident.device)
         for step in range(rows.num_steps):
             own = slice(rows.starts[step], rows.starts[step + 1])
@@ -222,23 +231,29 @@ class Replay:
             high = window_start(config, before if early else after)
             weights = weights.expand(len(self.histories), -1)
             score = predictor.aggregate(layer, mass[:, own, :, : before // config.block_size], weights, self._members)
+            bounds = self._low, torch.full_like(self._low, high)
+            if self._measures:
+                nothing = torch.full_like(resident[..., :1], EMPTY)
+                masses.append(ops.top_missing(score, nothing, *bounds, config.selected_places)[1])
             places, blocks, resident, stamps, _ = ops.select(
                 score,
                 resident,
                 stamps,
-                self._low,
-                torch.full_like(self._low, high),
+                *bounds,
                 self._floors,
                 step + 1,
                 most,
                 pooled,
                 config.swap_gain * self.shape.group_size,
+                KEPT_ABOVE,
             )
             resident = replaced(resident, places, blocks)
             moved = (places >= 0).sum(2)
             if early:
                 selected.append(resident)
                 loaded.append(moved)
+        if self._measures:
+            self._masses.append(torch.stack(masses))
         return torch.stack(selected, 1), torch.stack(loaded, 1)
 
     def _begin(self, scale: float) -> None:

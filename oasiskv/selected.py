@@ -22,6 +22,9 @@ _SPARE = 1 / 32
 _RATE = 2.0
 """How fast a floor follows: the logarithm of its change in a step, per share of the slots that is missing or left over."""
 
+KEPT_ABOVE = 0.2
+"""A selected block stays while its mass exceeds this share of the floor: what is needed at times is not loaded each time."""
+
 _LOWEST = 1e-6
 """A block with less mass than this is worth no slot."""
 

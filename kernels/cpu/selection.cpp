@@ -128,19 +128,19 @@ struct Head {
             const bool hit = eligible && held >= threshold;
             hits += hit;
             a.new_selected_at[at + c] = hit ? a.step : a.selected_at[at + c];
-            a.kept[at + c] = block >= 0 && held < floor - a.margin ? OASIS_EMPTY : block;
-            cheapness[static_cast<size_t>(c)] = ~ordered(maximum(held, floor));
+            a.kept[at + c] = block >= 0 && floor >= 0.0f && held < a.keep * floor ? OASIS_EMPTY : block;
+            cheapness[static_cast<size_t>(c)] = ~ordered(block >= 0 ? held : floor);
         }
         if (a.swaps > 0) worst_places(cheapness, order);
 
         int64_t *blocks = a.swap_blocks + number * a.swaps, *places = a.swap_places + number * a.swaps;
         ranking.best_missing(a.swaps, blocks, gains);
         for (int64_t k = 0; k < a.swaps; ++k) {
-            const int64_t place = order[static_cast<size_t>(k)].number, block = resident[place];
-            const bool eligible = block >= low && block < high;
-            const float lost = maximum(eligible ? mass[std::clamp<int64_t>(block, 0, a.blocks - 1)] : -1.0f, floor);
-            places[k] = place;
-            if (!(lost < 0.0f ? gains[k] > 0.0f : gains[k] > lost + a.margin)) blocks[k] = OASIS_EMPTY;
+            const Place &place = order[static_cast<size_t>(k)];
+            const float lost = mass_of(place.worth);
+            const bool replaces = resident[place.number] >= 0 && lost >= 0.0f;
+            places[k] = place.number;
+            if (!(gains[k] > least && (!replaces || gains[k] > lost + a.margin))) blocks[k] = OASIS_EMPTY;
             gains[k] -= lost < 0.0f ? 0.0f : lost;
         }
     }

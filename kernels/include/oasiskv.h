@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-#define OASIS_ABI_VERSION 1
+#define OASIS_ABI_VERSION 2
 #define OASIS_EMPTY (-1)
 
 enum oasis_status {
@@ -199,7 +199,7 @@ typedef struct {
     const int64_t *selected_at; /* (S, H, C) */
     const int64_t *low;         /* (S,) */
     const int64_t *high;        /* (S,) */
-    const float *floor;         /* (S,) */
+    const float *floor;         /* (S,), at least 0, or -1 for none */
     int64_t *swap_places;       /* (S, H, swaps) */
     int64_t *swap_blocks;       /* (S, H, swaps) */
     int64_t *kept;              /* (S, H, C) */
@@ -217,6 +217,7 @@ typedef struct {
     void *scratch;
     int64_t scratch_bytes;
     float margin;
+    float keep;
 } oasis_select_args;
 
 typedef struct {

@@ -28,7 +28,7 @@ _SCHEMAS = {
     "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
     "select": (
         "(Tensor mass, Tensor resident, Tensor selected_at, Tensor low, Tensor high, Tensor floor, int step, int max_new, "
-        "int pooled, float margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "int pooled, float margin, float keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "exchange_slots": (
         "(Tensor(a!) slots, Tensor(b!) free, Tensor(c!) count, Tensor rows, Tensor kept, Tensor places) -> Tensor"
@@ -103,6 +103,7 @@ def _fake_select(
     max_new: int,
     pooled: int,
     margin: float,
+    keep: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*mass.shape[:2], min(max_new, mass.shape[2], resident.shape[2]))
     return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from struct import Struct
 
-VERSION = 1
+VERSION = 2
 
 OK = 0
 INVALID = 1
@@ -32,7 +32,7 @@ _block_mass = Struct("@PPPqqqqqqPPq0q")
 
 _top_missing = Struct("@PPPPPPqqqqqqPPq0q")
 
-_select = Struct("@PPPPPPPPPPPqqqqqqqqPPqf0q")
+_select = Struct("@PPPPPPPPPPPqqqqqqqqPPqff0q")
 
 _exchange_slots = Struct("@PPPPPPPPqqqqqqqP0q")
 
@@ -336,6 +336,7 @@ def select(
     scratch: int = 0,
     scratch_bytes: int = 0,
     margin: float,
+    keep: float,
 ) -> bytes:
     """Arguments of `oasis_select`."""
     return _select.pack(
@@ -362,6 +363,7 @@ def select(
         scratch,
         scratch_bytes,
         margin,
+        keep,
     )
 
 

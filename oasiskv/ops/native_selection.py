@@ -92,6 +92,7 @@ class Selection:
         max_new: int,
         pooled: int,
         margin: float,
+        keep: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """As the reference."""
         sequences, heads, blocks, places = _masses(mass, resident)
@@ -99,7 +100,7 @@ class Selection:
         for name, bound in (("low", low), ("high", high), ("floor", floor)):
             require_shape(name, bound, (sequences,), "(sequences,)")
         if not mass.dtype == floor.dtype == torch.float32 or max_new < 0:
-            return reference.select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin)
+            return reference.select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin, keep)
         mass, floor = mass.contiguous(), floor.contiguous()
         resident, selected_at = table("resident", resident), table("selected_at", selected_at)
         low, high = table("low", low), table("high", high)
@@ -129,9 +130,10 @@ class Selection:
             pooled=pooled,
             step=step,
             margin=margin,
+            keep=keep,
         )
         if not served:
-            return reference.select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin)
+            return reference.select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin, keep)
         return swap_places, swap_blocks, kept, stamps, counts
 
     def exchange_slots(self, slots: Tensor, free: Tensor, count: Tensor, rows: Tensor, kept: Tensor, places: Tensor) -> Tensor:

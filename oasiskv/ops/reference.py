@@ -178,18 +178,19 @@ def select(
     max_new: int,
     pooled: int,
     margin: float,
+    keep: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Swap the best missing blocks for the worst resident ones.
 
-    The i-th best missing block goes to the i-th worst place while the gain in mass exceeds `margin`. A place is worth the mass
-    of its block, but at least `floor`, which is also what an empty place is worth, and one whose block is no candidate any
-    more. Among places of equal worth the least recently selected goes first. A block whose mass is below `floor - margin` is
-    given up even if nothing replaces it. With a floor of -1 nothing is given up, and any mass above 0 may fill an empty place.
+    The i-th best missing block goes to the i-th worst place. A place is worth the mass of its block, or `floor` if it is empty,
+    and -1 if its block is no candidate any more. The newcomer's mass must exceed 0 and the floor, and that of a block which it
+    replaces by more than `margin`. Among places of equal worth the least recently selected goes first. A block whose mass is
+    below `keep * floor` is given up even if nothing replaces it; with a floor of -1 none is.
 
     Args:
         mass, resident, low, high: as in `top_missing`.
         selected_at: `(S, H, C)`, the step at which each resident block last was among the wanted ones.
-        floor: `(S,)` in float32.
+        floor: `(S,)` in float32, at least 0, or -1 for none.
         step: the present step, written to `selected_at`.
         max_new: most swaps per head.
         pooled: most swaps of all heads of a sequence together; those that gain most are kept.
@@ -210,19 +211,20 @@ def select(
     hit = eligible & (held >= threshold)
     counts = torch.stack([hit.sum((1, 2)), ((wanted >= 0) & (wanted >= least)).sum((1, 2))], dim=1)
     stamps = torch.where(hit, step, selected_at)
-    given_up = (resident >= 0) & (held < least - margin)
-    worth = torch.maximum(held, least)
+    gone = (resident >= 0) & (least >= 0) & (held < keep * least)
+    worth = torch.where(resident >= 0, held, least)
 
     block, gain = top_missing(mass, resident, low, high, min(max_new, places))
     oldest_first = stamps.argsort(dim=2, stable=True)
     worst_first = oldest_first.gather(2, worth.gather(2, oldest_first).argsort(dim=2, stable=True))
     paired = worst_first[..., : block.shape[2]]
     lost = worth.gather(2, paired)
-    accept = (block >= 0) & torch.where(lost < 0, gain > 0, gain > lost + margin)
+    replaces = (resident.gather(2, paired) >= 0) & (lost >= 0)
+    accept = (block >= 0) & (gain > least.clamp(min=0)) & (~replaces | (gain > lost + margin))
     accept = _best(accept, gain - lost.clamp(min=0), pooled)
     stamps = stamps.scatter(2, paired, torch.where(accept, step, stamps.gather(2, paired)))
-    given_up |= torch.zeros_like(given_up).scatter(2, paired, accept)
-    kept = resident.masked_fill(given_up, EMPTY)
+    gone |= torch.zeros_like(gone).scatter(2, paired, accept)
+    kept = resident.masked_fill(gone, EMPTY)
     return torch.where(accept, paired, EMPTY), torch.where(accept, block, EMPTY), kept, stamps, counts
 
 

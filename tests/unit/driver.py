@@ -22,6 +22,7 @@ def tiny(**changes) -> OasisConfig:
         "block_size": 4,
         "sink_tokens": 4,
         "window_tokens": 4,
+        "budget_per": "head",
         "max_new_blocks": 2,
         "correction_blocks": 0,
         "correction_margin": 0.0,

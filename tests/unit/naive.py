@@ -97,7 +97,7 @@ def top_missing(mass, resident, low, high, count):
     return result
 
 
-def select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin):
+def select(mass, resident, selected_at, low, high, floor, step, max_new, pooled, margin, keep):
     """Blocks afterwards, what is kept of `resident`, stamps afterwards, `(S, H, C)` each; and the counts `(S, 2)`."""
     sequences, heads, blocks = mass.shape
     places = resident.shape[2]
@@ -116,13 +116,15 @@ def select(mass, resident, selected_at, low, high, floor, step, max_new, pooled,
                 if held[place] >= enough:
                     counts[s, 0] += 1
                     stamps[s, h, place] = step
-                if held[place] < least - margin:
+                if least >= 0 and resident[s, h, place] >= 0 and held[place] < keep * least:
                     kept[s, h, place] = after[s, h, place] = EMPTY
             counts[s, 1] += len(wanted)
-            worth = [max(value, least) for value in held]
+            empty = [block < 0 for block in resident[s, h].tolist()]
+            worth = [least if none else value for none, value in zip(empty, held, strict=True)]
             worst = sorted(range(places), key=lambda place: (worth[place], int(stamps[s, h, place]), place))
             for place, (block, gain) in zip(worst, missing[s * heads + h], strict=False):
-                if (gain > 0) if worth[place] < 0 else (gain > worth[place] + margin):
+                replaces = not empty[place] and worth[place] >= 0
+                if gain > max(least, 0.0) and (not replaces or gain > worth[place] + margin):
                     swaps.append((gain - max(worth[place], 0.0), h, place, block))
         for _, h, place, block in sorted(swaps, key=lambda swap: -swap[0])[:pooled]:
             kept[s, h, place], after[s, h, place] = EMPTY, block

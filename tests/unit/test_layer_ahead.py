@@ -114,7 +114,7 @@ def run(manager, projection, hints, steps=6):
 def test_a_hint_that_is_exact_chooses_by_the_queries_of_the_step(workers):
     config = OasisConfig(
         budget_tokens=48, block_size=4, sink_tokens=4, window_tokens=8, correction_blocks=0, max_new_blocks=8, swap_margin=0.0,
-        predictor="layer-ahead", workers=workers, poison_freed=True,
+        budget_per="head", predictor="layer-ahead", workers=workers, poison_freed=True,
     )  # fmt: skip
     projection = Linear()
     with KVManager(SHAPE, config, projection=projection) as manager:

@@ -68,7 +68,7 @@ def test_every_op_of_the_abi_is_an_op():
 def test_a_library_of_another_abi_is_refused(monkeypatch, field):
     loaded = library()
     monkeypatch.setattr(_abi, field, 99 if field == "VERSION" else {**_abi.SIZES, "copy_blocks": 3})
-    with pytest.raises(LibraryUnavailable, match=r"ABI version 1, but this is version 99|copy_blocks take \d+ bytes"):
+    with pytest.raises(LibraryUnavailable, match=r"ABI version \d+, but this is version 99|copy_blocks take \d+ bytes"):
         Library("cpu", loaded.path)
 
 

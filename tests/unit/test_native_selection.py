@@ -45,7 +45,7 @@ def test_select_equals_the_reference(path, seed, blocks, places):  # noqa: F811
     pooled = 10**6 if seed % 3 else number(0, 9)
     if pooled < 10**6:
         mass = mass + torch.rand_like(mass) / 10
-    arguments = mass, resident, stamps, low, high, floor, 7, number(0, 30), pooled, 0.1 * number(0, 3)
+    arguments = mass, resident, stamps, low, high, floor, 7, number(0, 30), pooled, 0.1 * number(0, 3), 0.5
     expected = reference.select(*arguments)
     for found, wanted in zip(run(ops.select, *arguments), expected, strict=True):
         assert torch.equal(found, wanted)
@@ -84,9 +84,9 @@ def test_ties_keep_what_must_hold(path, blocks):  # noqa: F811
     resident = torch.stack([torch.randperm(blocks)[:20] for _ in range(6)]).view(2, 3, 20)
     low, high, floor = torch.tensor([1, 0]), torch.tensor([blocks, blocks - 3]), torch.tensor([-1.0, 0.25])
     places, found, kept, stamps, counts = run(
-        ops.select, mass, resident, torch.zeros_like(resident), low, high, floor, 9, 8, 11, 0.1
+        ops.select, mass, resident, torch.zeros_like(resident), low, high, floor, 9, 8, 11, 0.1, 0.5
     )
-    assert torch.equal(counts[:, 1], reference.select(mass, resident, stamps, low, high, floor, 9, 8, 11, 0.1)[4][:, 1])
+    assert torch.equal(counts[:, 1], reference.select(mass, resident, stamps, low, high, floor, 9, 8, 11, 0.1, 0.5)[4][:, 1])
     assert (found >= 0).sum((1, 2)).le(11).all()
     for s, h in ((s, h) for s in range(2) for h in range(3)):
         new = [(p, b) for p, b in zip(places[s, h].tolist(), found[s, h].tolist(), strict=True) if b >= 0]
@@ -101,10 +101,10 @@ def test_masses_that_are_no_numbers_crash_nothing(path, blocks):  # noqa: F811
     mass[0, 0, ::2], mass[0, 1, 5] = math.nan, math.inf
     resident = torch.tensor([[[0, 1, -1], [5, 3, 2]]])
     arguments = mass, resident, torch.zeros_like(resident), torch.tensor([0]), torch.tensor([blocks])
-    places, found, *_, counts = run(ops.select, *arguments, torch.tensor([-1.0]), 9, 2, 9, 0.0)
+    places, found, *_, counts = run(ops.select, *arguments, torch.tensor([-1.0]), 9, 2, 9, 0.0, 0.5)
     assert (places[0, 0] == -1).all()  # the best missing blocks of that head are NaN, which is no gain
     assert torch.equal(places < 0, found < 0)
-    expected = reference.select(*arguments, torch.tensor([-1.0]), 9, 2, 9, 0.0)
+    expected = reference.select(*arguments, torch.tensor([-1.0]), 9, 2, 9, 0.0, 0.5)
     assert torch.equal(counts, expected[4])
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_right_is_refused():
     with pytest.raises(InputError, match=r"resident.shape is .* must be \(sequences, kv_heads, places\)"):
         ops.top_missing(mass, resident[:, :1], low, low, 1)
     with pytest.raises(InputError, match=r"floor.shape is"):
-        ops.select(mass, resident, resident, low, low, torch.zeros(2), 1, 1, 1, 0.0)
+        ops.select(mass, resident, resident, low, low, torch.zeros(2), 1, 1, 1, 0.0, 0.5)
     with pytest.raises(InputError, match="kv_heads is 3; it must divide the 2 query heads"):
         ops.block_mass(torch.rand(1, 1, 2, 5), low, 3)
     slots, free, count, which, kept, swap = exchange_case(3)

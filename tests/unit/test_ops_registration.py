@@ -45,7 +45,7 @@ def _arguments():
         "exact_logits": (torch.randn(1, 2, 4, 8), pool, torch.tensor([[2, 0, -1]]), 2, 0.5),
         "block_mass": (torch.randn(2, 3, 4, 5), torch.tensor([5, 0]), 2),
         "top_missing": (mass, resident, low, high, 3),
-        "select": (mass, resident, torch.zeros_like(resident), low, high, torch.tensor([-1.0, 0.2]), 7, 1, 1, 0.1),
+        "select": (mass, resident, torch.zeros_like(resident), low, high, torch.tensor([-1.0, 0.2]), 7, 1, 1, 0.1, 0.5),
         "exchange_slots": (
             torch.tensor([[[4, -1], [5, 6]]]),
             torch.tensor([[7, -1, -1]]),
@@ -126,7 +126,7 @@ def test_attention_agrees_with_its_shape_function_for_one_row(kv_heads, group):
 def test_select_agrees_with_its_shape_function_at_the_ends_of_its_width(max_new, pooled):
     mass, resident, low, high = _tables()
     floor = torch.tensor([-1.0, 0.2])
-    arguments = (mass, resident, torch.zeros_like(resident), low, high, floor, 7, max_new, pooled, 0.1)
+    arguments = (mass, resident, torch.zeros_like(resident), low, high, floor, 7, max_new, pooled, 0.1, 0.5)
     torch.library.opcheck(torch.ops.oasiskv.select.default, arguments)
 
 

@@ -6,14 +6,15 @@ from oasiskv import ops
 from . import naive
 
 
-def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, margin=0.0, pooled=99, floor=-1.0):
+def run(mass, resident, selected_at=None, low=0, high=None, step=9, max_new=8, margin=0.0, pooled=99, floor=-1.0, keep=0.5):
     """One sequence, one head: lists in, `(resident, stamps, counts)` lists out, with the swaps applied."""
     mass = torch.tensor(mass)[None, None]
     resident = torch.tensor(resident)[None, None]
     stamps = torch.zeros_like(resident) if selected_at is None else torch.tensor(selected_at)[None, None]
     bounds = torch.tensor([low]), torch.tensor([mass.shape[2] if high is None else high])
     least = torch.tensor([floor])
-    places, blocks, kept, stamps, counts = ops.select(mass, resident, stamps, *bounds, least, step, max_new, pooled, margin)
+    limits = step, max_new, pooled, margin, keep
+    places, blocks, kept, stamps, counts = ops.select(mass, resident, stamps, *bounds, least, *limits)
     return apply(kept, places, blocks)[0, 0].tolist(), stamps[0, 0].tolist(), counts[0].tolist()
 
 
@@ -45,7 +46,7 @@ def test_select_equals_the_loop(seed):
     high = torch.randint(0, blocks + 1, (3,), generator=generator)
     margin, pooled = 0.25 * number(0, 2), number(0, 7)
     floor = torch.tensor([-1.0, 0.0, 0.5])[torch.randperm(3, generator=generator)]
-    arguments = mass, resident, stamps, low, high, floor, 7, max_new, pooled, margin
+    arguments = mass, resident, stamps, low, high, floor, 7, max_new, pooled, margin, 0.5
     found_places, found_blocks, kept, found_stamps, counts = ops.select(*arguments)
     assert found_places.shape == found_blocks.shape == (3, 2, min(max_new, blocks, places))
     after, expected_kept, expected_stamps, expected_counts = naive.select(*arguments)
@@ -64,14 +65,15 @@ def test_heads_share_what_may_be_loaded_and_the_largest_gains_come_first():
     resident = torch.tensor([[[0, 1], [0, 1]]])
     bounds = torch.tensor([0]), torch.tensor([4]), torch.tensor([-1.0])
     for pooled, expected in ((0, [[0, 1], [0, 1]]), (1, [[2, 1], [0, 1]]), (2, [[2, 3], [0, 1]]), (3, [[2, 3], [2, 1]])):
-        places, blocks, kept, stamps, _ = ops.select(mass, resident, torch.zeros_like(resident), *bounds, 5, 2, pooled, 0.0)
+        limits = 5, 2, pooled, 0.0, 0.5
+        places, blocks, kept, stamps, _ = ops.select(mass, resident, torch.zeros_like(resident), *bounds, *limits)
         after = apply(kept, places, blocks)
         assert after[0].tolist() == expected
         assert ((stamps == 5) >= (after != resident)).all()
     # Sequences have budgets of their own: a batch gives what its parts give.
     both = [table.repeat(2, 1, 1) for table in (mass, resident)]
     bounds = (bound.repeat(2) for bound in bounds)
-    places, blocks, kept, _, _ = ops.select(*both, torch.zeros_like(both[1]), *bounds, 5, 2, 1, 0.0)
+    places, blocks, kept, _, _ = ops.select(*both, torch.zeros_like(both[1]), *bounds, 5, 2, 1, 0.0, 0.5)
     assert apply(kept, places, blocks).tolist() == [[[2, 1], [0, 1]]] * 2
 
 
@@ -135,14 +137,24 @@ def test_stamps_of_wanted_and_new_blocks_are_renewed_and_others_stay():
 
 
 def test_an_empty_place_is_worth_the_floor():
-    assert run([0.1, 0.2, 0.4], [-1, -1], floor=0.25)[0] == [2, -1]
-    assert run([0.1, 0.2, 0.4], [-1, -1], floor=0.25, margin=0.25)[0] == [-1, -1]
+    assert run([0.1, 0.2, 0.4], [-1, -1], floor=0.25, margin=0.9)[0] == [2, -1]
+    assert run([0.1, 0.2, 0.4], [-1, -1], floor=0.5)[0] == [-1, -1]
+
+
+def test_a_newcomer_exceeds_the_floor_even_where_it_replaces_a_block_below():
+    assert run([0.2, 0.3], [0], floor=0.35, keep=0.1)[0] == [0]
+    assert run([0.2, 0.4], [0], floor=0.35, keep=0.1)[0] == [1]
+
+
+def test_a_block_below_the_floor_is_replaced_before_an_empty_place_is_filled():
+    assert run([0.2, 0.5], [-1, 0], floor=0.25, keep=0.1)[0] == [-1, 1]
 
 
 def test_a_block_far_below_the_floor_is_given_up_and_one_near_it_stays():
-    assert run([0.1, 0.2, 0.4], [0, 1], floor=0.25, margin=0.1, high=2)[0] == [-1, 1]
-    assert run([0.1, 0.2, 0.4], [0, 1], floor=0.25, margin=0.1)[0] == [2, 1]
-    assert run([0.1, 0.2, 0.4], [0, 2], floor=0.25, low=1)[0] == [-1, 2]
+    assert run([0.1, 0.2], [0, 1], floor=0.25, keep=0.6)[0] == [-1, 1]
+    assert run([0.1, 0.2, 0.4], [0, 1], floor=0.25, keep=0.6)[0] == [2, 1]
+    assert run([0.1, 0.2, 0.3, 0.4], [0, 1, 2], floor=0.25, keep=0.6, max_new=1)[0] == [3, 1, 2]
+    assert run([0.4, 0.2, 0.4], [0, 2], floor=0.25, low=1)[0] == [-1, 2]  # no candidate any more
 
 
 def test_only_blocks_above_the_floor_are_wanted():
@@ -212,6 +224,6 @@ def test_top_missing_ignores_residents_beyond_the_blocks():
 def test_nothing_is_written():
     mass, resident, stamps = torch.rand(1, 1, 6), torch.tensor([[[0, -1]]]), torch.tensor([[[3, 4]]])
     before = mass.clone(), resident.clone(), stamps.clone()
-    ops.select(mass, resident, stamps, torch.tensor([0]), torch.tensor([6]), torch.tensor([0.5]), 9, 2, 2, 0.0)
+    ops.select(mass, resident, stamps, torch.tensor([0]), torch.tensor([6]), torch.tensor([0.5]), 9, 2, 2, 0.0, 0.5)
     ops.top_missing(mass, resident, torch.tensor([0]), torch.tensor([6]), 2)
     assert all(torch.equal(old, new) for old, new in zip(before, (mass, resident, stamps), strict=True))
