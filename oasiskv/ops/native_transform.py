@@ -81,11 +81,11 @@ class Transform:
     ) -> Tensor:
         """As the reference, but for the rounding of tables to bytes.
 
-        Let `r` be how far apart a query's logits can be by 8 nibbles of a head, in nats, for those 8 where it is most. Entries
-        are rounded to steps of `s = (r + ln 2) / 249`, rounded up to a multiple of `ln 2 / 128`. A block logit is off by at most
-        `s / 2` for each nibble of the head, and by 0.034 because powers of two are read off a line through each octave. The errors
-        of nibbles are independent: over 16 nibbles their standard deviation is `1.2 s`. A query that would need steps above 0.34,
-        whose logits are within 0.02 of each other, or that is not finite, is scored in floats.
+        Let `r` be how far apart a query's logits can be by 8 nibbles of a head, in nats, for those 8 where it is most.
+        Entries are rounded to steps of `s = (r + ln 2) / 249`, rounded up to a multiple of `ln 2 / 128`. A block logit is off
+        by at most `s / 2` for each nibble of the head, and by 0.034 because powers of two are read off a line through each
+        octave. The errors of nibbles are independent: over 16 nibbles their standard deviation is `1.2 s`. A query that would
+        need steps above 0.34, whose logits are within 0.02 of each other, or that is not finite, is scored in floats.
         """
         num_pages, num_nibbles, half = _codes_shape(codes)
         heads, head_dim = _mean_shape(mean)
