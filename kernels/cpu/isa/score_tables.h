@@ -6,10 +6,10 @@
 // to those with large ones.
 //
 // Why bytes are fine enough, and 16-bit entries (twice the look-ups, twice the additions) are not needed: sums are kept in bytes over
-// kPartNibbles nibbles only and added in 16 bits from there on. Over so few, a query's logits spread about 10 nats at most, so that the
-// step is 0.02 to 0.05 nats; roundings of 16 nibbles at that step have a standard deviation of 0.02 to 0.06 nats, a tenth of what the
-// code itself leaves open. A query for which all this fails (steps above half an octave, logits within a few steps of each other,
-// numbers that are not finite) has factor 0 and is scored in floats.
+// kPartNibbles nibbles only and added in 16 bits from there on. On SmolLM2-135M with 2,048 tokens, native logits of blocks differ from
+// the reference's by 0.07 nats in standard deviation and by 1.6 at most, where the logits of a query can lie more than 100 nats apart;
+// KL does not move. A query for which all this fails (steps above half an octave, logits within a few steps of each other, numbers that
+// are not finite) has factor 0 and is scored in floats.
 #pragma once
 
 #include "bytes.h"
