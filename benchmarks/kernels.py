@@ -144,6 +144,65 @@ def two_threads(layer: Layer, turns: int) -> Row:
     return at_least("attention-threads", "two threads, against one", one / two, "x", 1.8)
 
 
+class Summaries:
+    """What scoring reads of one layer: bounds in fp16, and transform codes in a few copies, so that none is cached."""
+
+    def __init__(self, blocks: int, copies: int = 5) -> None:
+        nibbles, components = max(8, HEAD_DIM // 8), 28
+        self._pages = torch.arange(blocks)[None]
+        self._bounds = torch.randn(64, KV_HEADS, 2, HEAD_DIM).half().repeat(blocks // 64, 1, 1, 1)
+        self._codes = torch.randint(256, (copies, blocks, KV_HEADS * nibbles, BLOCK // 2), dtype=torch.uint8)
+        self._queries = torch.randn(1, 1, QUERY_HEADS, HEAD_DIM).bfloat16()
+        lanes = torch.arange(KV_HEADS * nibbles)[:, None] // nibbles * components + torch.arange(4)
+        self._book = (
+            torch.randn(KV_HEADS, HEAD_DIM),
+            torch.randn(KV_HEADS, components, HEAD_DIM) / 4,
+            torch.randn(KV_HEADS * nibbles, 16, 4) * torch.tensor([1.0, 0.5, 0.0, 0.0]),
+            lanes,
+            torch.arange(KV_HEADS) * nibbles,
+        )
+        self._sum = torch.zeros(1)
+        native = ops.backends.cpu
+        if native is None:
+            raise SystemExit("benchmarks.kernels measures native code, and this installation has none")
+        self._read_slots = native.call("read_slots")
+
+    def transform(self, turn: int) -> torch.Tensor:
+        """Scores of all blocks by the n-th copy of the codes."""
+        return ops.transform_score(
+            self._codes[turn % len(self._codes)], self._pages, self._queries, *self._book, HEAD_DIM**-0.5
+        )
+
+    def minmax(self, _: int) -> torch.Tensor:
+        """Scores of all blocks by their bounds."""
+        return ops.minmax_score(self._bounds, self._pages, self._queries, HEAD_DIM**-0.5)
+
+    def read(self, _: int) -> bool:
+        """Reads all bounds in their order and does nothing with them."""
+        blocks = self._pages.numel()
+        return self._read_slots(
+            pool=self._bounds.data_ptr(),
+            slots=self._pages.data_ptr(),
+            sum=self._sum.data_ptr(),
+            count=blocks,
+            num_slots=blocks,
+            slot_bytes=self._bounds[0].numel() * self._bounds.itemsize,
+        )
+
+
+def scoring(options: argparse.Namespace) -> Iterator[Row]:
+    """Scoring 8,192 blocks for one row of queries, beside attention over the budget and beside reading."""
+    blocks = 2048 if options.quick else 8192
+    layer, summaries = Layer(2048, options.small_pages), Summaries(blocks)
+    cases = {"attention": layer.sparse(1), "transform": summaries.transform, "minmax": summaries.minmax, "read": summaries.read}
+    found = medians(cases, 15 if options.quick else 60)
+    what = f"transform scores of {blocks} blocks"
+    yield at_most("score-attention", f"{what}, in the time of attention", found["transform"] / found["attention"], "x", 0.7)
+    yield at_most("score-minmax", f"{what}, in the time of fp16 min/max", found["transform"] / found["minmax"], "x", 0.4)
+    share = found["read"] / found["minmax"]
+    yield at_least("minmax-bandwidth", "fp16 min/max: share of the bandwidth of a sequential read", share, "", 0.9)
+
+
 def selection(options: argparse.Namespace) -> Iterator[Row]:
     """Choosing swaps beside one `torch.topk` of the same masses."""
     blocks, swaps = 8192, 16
@@ -193,6 +252,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     yield from overhead(options)
     yield from selection(options)
     yield from attention(options)
+    yield from scoring(options)
 
 
 def more_options(parser: argparse.ArgumentParser) -> None:

@@ -50,13 +50,13 @@ class OasisConfig:
     """
 
     budget_tokens: int = 2048
-    budget_per: Literal["head", "sequence"] = "sequence"
+    budget_per: Literal["head", "sequence"] = "head"
     block_size: int = 16
     sink_tokens: int = 16
     window_tokens: int = 128
     max_new_blocks: int = 4
     correction_blocks: int = 4
-    correction_margin: float = 0.12
+    correction_margin: float = 0.17
     swap_margin: float = 0.09
     dense_threshold: int | None = None
     summary: str = "transform"

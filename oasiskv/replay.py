@@ -119,7 +119,7 @@ class Replay:
         predictor: new, and bound to a projection if it shall use hints.
         histories: one per text, all of one length, longer than the budget.
         rows: see `Rows`.
-        floors: `(B,)`, for a budget per sequence; `None` means those of the first selection.
+        floors: `(B, I)`, for a budget per sequence; `None` means those of the first selection.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Replay:
         self._expected = self._expectations()
         self._first: list[torch.Tensor] = []
         self._floors = floors
-        self._held = torch.zeros(len(histories), device=shape.device)
+        self._held = torch.zeros((len(histories), rows.num_steps), device=shape.device)
         self._masses: list[torch.Tensor] = []
         self._measures = config.budget_per == "sequence" and floors is None
 
@@ -163,14 +163,11 @@ class Replay:
         """Floors by which the texts would hold as many blocks as the budget has slots for, but for the spare ones. More blocks
         are held than exceed the floor, since they stay a while; the share is taken to be that of this replay."""
         assert self._floors is not None
-        floors = []
-        for text, (floor, held) in enumerate(zip(self._floors, self._held, strict=True)):
-            masses = torch.cat([layer[:, text].flatten() for layer in self._masses])
-            above = int((masses > floor).sum())
-            wanted = above * usable_slots(self.shape, self.config) / max(1.0, float(held))
-            rank = min(max(1, round(wanted)), len(masses))
-            floors.append(masses.sort(descending=True).values[rank - 1])
-        return torch.stack(floors).clamp(min=0.0)
+        masses = torch.stack(self._masses).permute(2, 1, 0, 3, 4).flatten(2).sort(dim=2, descending=True).values
+        above = (masses > self._floors[..., None]).sum(2)
+        wanted = above * usable_slots(self.shape, self.config) / self._held.clamp(min=1)
+        rank = wanted.round().long().clamp(min=1, max=masses.shape[2])
+        return masses.gather(2, rank[..., None] - 1)[..., 0].clamp(min=0.0)
 
     def hint(self, layer: int, hidden: torch.Tensor) -> None:
         """The residual stream of all rows, `(B, T, hidden_size)`; as `Step.hint`."""
@@ -188,7 +185,7 @@ class Replay:
         num_blocks = torch.tensor(rows.lengths[:-1], device=text.device)[rows.step] // config.block_size
         index = WholeIndex([history.summary for history in self.histories], layer, text, num_blocks, config.block_size, scale)
         selected, loaded = self.choose(layer, queries, index, text, scale)
-        self._held += (selected >= 0).sum((2, 3)).float().mean(1)
+        self._held += (selected >= 0).sum((2, 3))
         corrected = self._correct(queries, index, selected)
         output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3), scale)
         self.reports.append(LayerReport(loaded, (corrected >= 0).sum(3), coverage))
@@ -212,6 +209,7 @@ class Replay:
             self._begin(scale)
         resident = self._first[layer]
         stamps = torch.zeros_like(resident)
+        assert self._floors is not None
         hidden = self._hidden.pop(layer, None)
         early = predictor.foreground or hidden is not None
         guesses = queries if hidden is None else self._guess(layer, hidden, queries)
@@ -240,7 +238,7 @@ class Replay:
                 resident,
                 stamps,
                 *bounds,
-                self._floors,
+                self._floors[:, step],
                 step + 1,
                 most,
                 pooled,
@@ -262,10 +260,11 @@ class Replay:
         best = [self._best(layer, scale) for layer in range(self.shape.num_layers)]
         blocks, mass = (torch.stack(part) for part in zip(*best, strict=True))
         if config.budget_per == "head":
-            self._floors = torch.full((mass.shape[1],), -1.0, device=mass.device)
+            self._floors = torch.full_like(self._held, -1.0)
         elif self._floors is None:
-            self._floors = torch.stack([first_floor(self.shape, config, mass[:, text]) for text in range(mass.shape[1])])
-        blocks = blocks.masked_fill(mass <= self._floors[:, None, None], EMPTY)
+            first = torch.stack([first_floor(self.shape, config, mass[:, text]) for text in range(mass.shape[1])])
+            self._floors = first[:, None].expand_as(self._held)
+        blocks = blocks.masked_fill(mass <= self._floors[:, :1, None], EMPTY)
         padding = config.selected_places - blocks.shape[3]
         self._first = list(torch.nn.functional.pad(blocks, (0, padding), value=EMPTY))
 

@@ -19,7 +19,7 @@ from .types import EMPTY, ModelShape
 _SPARE = 1 / 32
 """The share of a sequence's slots that its floor keeps free, so that every step finds some for what it needs anew."""
 
-_RATE = 2.0
+_RATE = 1.0
 """How fast a floor follows: the logarithm of its change in a step, per share of the slots that is missing or left over."""
 
 KEPT_ABOVE = 0.2

@@ -16,6 +16,14 @@ extern "C" size_t oasis_struct_size(int32_t op) {
     case OASIS_TOP_MISSING: return sizeof(oasis_top_missing_args);
     case OASIS_SELECT: return sizeof(oasis_select_args);
     case OASIS_EXCHANGE_SLOTS: return sizeof(oasis_exchange_slots_args);
+    case OASIS_MINMAX_WRITE: return sizeof(oasis_minmax_write_args);
+    case OASIS_MINMAX_SCORE: return sizeof(oasis_minmax_score_args);
+    case OASIS_MINMAX4_WRITE: return sizeof(oasis_minmax4_write_args);
+    case OASIS_MINMAX4_READ: return sizeof(oasis_minmax4_read_args);
+    case OASIS_BIT2_WRITE: return sizeof(oasis_bit2_write_args);
+    case OASIS_BIT2_SCORE: return sizeof(oasis_bit2_score_args);
+    case OASIS_TRANSFORM_WRITE: return sizeof(oasis_transform_write_args);
+    case OASIS_TRANSFORM_SCORE: return sizeof(oasis_transform_score_args);
     case OASIS_READ_SLOTS: return sizeof(oasis_read_slots_args);
     default: return 0;
     }

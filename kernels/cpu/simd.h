@@ -201,8 +201,8 @@ OASIS_INLINE F32 exp2_nonpositive(F32 x) {
     return x == x ? zeroed : x;
 }
 
-// The natural logarithm of x >= 1, to 2 ulp; NaN stays NaN, and any other x gives some finite number.
-OASIS_INLINE F32 log_from_one(F32 x) {
+// The natural logarithm of a normal x > 0, to 2 ulp; NaN stays NaN, and any other x gives some finite number.
+OASIS_INLINE F32 log_of(F32 x) {
     const I32 bits = reinterpret_cast<I32>(x);
     const I32 exponent = (bits - 0x3f3504f3) >> 23; // so that the mantissa is in sqrt(1/2) .. sqrt(2)
     const F32 mantissa = reinterpret_cast<F32>(bits - (exponent << 23));

@@ -396,7 +396,7 @@ typedef struct {
     int64_t query_heads;
     int64_t kv_heads;
     int64_t head_dim;
-    int64_t block_size;
+    int64_t block_size; /* OASIS_UNSUPPORTED above 64 (CPU) */
     int64_t blocks;
     int64_t num_pages;
     int64_t num_nibbles;    /* M */

@@ -18,9 +18,11 @@ from ._library import Library, LibraryUnavailable, load
 from .native import Attention, Moves
 from .native_cuda import on_device
 from .native_selection import Selection
+from .native_summaries import Bit2, MinMax
+from .native_transform import Transform
 
 VARIABLE = "OASISKV_OPS"
-_GROUPS: tuple[type, ...] = (Moves, Attention, Selection)
+_GROUPS: tuple[type, ...] = (Moves, Attention, Selection, MinMax, Bit2, Transform)
 """Each is made with a library and has ops as methods."""
 
 

@@ -76,3 +76,28 @@ def make_book(variances: torch.Tensor, nibbles: int, head_dim: int) -> Book:
         levels=levels,
         components=components,
     )
+
+
+def table_error(book: Book, queries: torch.Tensor, scale: float) -> torch.Tensor:
+    """How far native scores may be from those of the tables themselves, `(S, R, Hq)`.
+
+    Entries are rounded to steps for which the sum over any 8 nibbles of a head fits 249 steps with an octave to spare, and
+    powers of two are read off a line through each octave, which is off by 0.034 nats at most to either side.
+    """
+    octave = math.log(2)
+    heads, group = book.mean.shape[0], queries.shape[2] // book.mean.shape[0]
+    ends = [*book.layout.offsets.tolist(), book.layout.num_nibbles]
+    error = torch.zeros(queries.shape[:3], dtype=torch.float64)
+    for h in range(heads):
+        grouped = queries[:, :, h * group : (h + 1) * group].double() * scale
+        rotated = grouped @ book.decode[h].double().T
+        nibbles = range(ends[h], ends[h + 1])
+        spread = torch.zeros((*rotated.shape[:3], max(8, len(nibbles))), dtype=torch.float64)
+        for number, nibble in enumerate(nibbles):
+            own = (book.components[nibble] - h * rotated.shape[3]).clamp(min=0)
+            entries = rotated[..., own] @ book.levels[nibble].double().T
+            spread[..., number] = entries.amax(-1) - entries.amin(-1)
+        octaves = spread.topk(8).values.sum(-1) / octave
+        step = (128 * (octaves + 1) / 249).ceil() * octave / 128
+        error[:, :, h * group : (h + 1) * group] = len(nibbles) * step / 2 + 0.034
+    return error

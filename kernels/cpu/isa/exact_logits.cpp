@@ -1,6 +1,6 @@
 // How much a block's keys themselves say of its logits: the logsumexp over its tokens.
+#include "block_logits.h"
 #include "declarations.h"
-#include "rows.h"
 #include "threads.h"
 #include "workspace.h"
 
@@ -13,39 +13,6 @@ namespace {
 constexpr int64_t kBlocksPerPiece = 256;
 constexpr int64_t kAheadBytes = 16384;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-template <size_t... lane> OASIS_INLINE I32 key_numbers(std::index_sequence<lane...>) { return I32{static_cast<int32_t>(lane % kKeys)...}; }
-
-// Over the lanes of the keys of one query.
-OASIS_INLINE F32 largest_of_keys(F32 v) {
-    v = larger(v, across<1>(v, std::make_index_sequence<kLanes>()));
-    return larger(v, across<2>(v, std::make_index_sequence<kLanes>()));
-}
-OASIS_INLINE F32 sum_of_keys(F32 v) {
-    v += across<1>(v, std::make_index_sequence<kLanes>());
-    return v + across<2>(v, std::make_index_sequence<kLanes>());
-}
-
-// Logits of one block for kQueries queries, in the lanes of each query.
-template <class T, class Shape>
-OASIS_INLINE F32 block_logits(const T *block, int64_t tokens, const float *queries, F32 *logits, float scale, Shape shape) {
-    const int64_t groups = (tokens + kKeys - 1) / kKeys;
-    F32 most = broadcast(-kInfinity);
-    for (int64_t i = 0; i < groups; ++i) {
-        const T *keys[kKeys];
-        for (int k = 0; k < kKeys; ++k) keys[k] = block + std::min(i * kKeys + k, tokens - 1) * shape.dim();
-        F32 logit = products(keys, queries, shape) * scale;
-        const auto left = static_cast<int32_t>(std::min<int64_t>(tokens - i * kKeys, kKeys));
-        logit = key_numbers(std::make_index_sequence<kLanes>()) < broadcast(left) ? logit : broadcast(-kInfinity);
-        most = larger(most, logit);
-        logits[i] = logit;
-    }
-    most = largest_of_keys(most);
-    const F32 base = most == -kInfinity ? F32{} : most;
-    F32 total = {};
-    for (int64_t i = 0; i < groups; ++i) total += exp2_nonpositive((logits[i] - base) * 1.44269504f);
-    return most + log_from_one(sum_of_keys(total));
-}
 
 template <class T, class Shape> void piece_logits(const oasis_exact_logits_args &a, int64_t sequence, int64_t head, int64_t first, Shape shape) {
     const int64_t group = a.query_heads / a.kv_heads, count = a.rows * group, padded = (count + kQueries - 1) / kQueries * kQueries;

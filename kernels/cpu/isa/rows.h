@@ -4,7 +4,10 @@
 // Queries, keys, values and outputs all go through the functions here, so that the order is the same everywhere.
 #pragma once
 
+#include "oasiskv.h"
 #include "simd.h"
+
+#include <type_traits>
 
 namespace oasis::OASIS_ISA {
 
@@ -51,6 +54,18 @@ template <class T, class Shape> OASIS_INLINE void load_row(float *to, const T *r
         store(to + 2 * p * kLanes, a), store(to + (2 * p + 1) * kLanes, b);
     }
     for (int64_t v = 2 * shape.pairs(); v < shape.vectors(); ++v) store(to + v * kLanes, load_rest(row, shape, v));
+}
+
+// As load_row, for floats that stand for a row of T.
+template <class T, class Shape> OASIS_INLINE void arrange(float *to, const float *row, Shape shape) {
+    std::memcpy(to, row, static_cast<size_t>(shape.dim()) * sizeof(float));
+    for (int64_t d = shape.dim(); d < shape.floats(); ++d) to[d] = 0.0f;
+    if constexpr (std::is_same_v<T, BF16>)
+        for (int64_t p = 0; p < shape.pairs(); ++p)
+            for (int i = 0; i < kLanes; ++i) {
+                to[2 * p * kLanes + i] = row[2 * p * kLanes + 2 * i];
+                to[(2 * p + 1) * kLanes + i] = row[2 * p * kLanes + 2 * i + 1];
+            }
 }
 
 template <class T, class Shape> OASIS_INLINE void store_row(T *row, const float *from, float factor, Shape shape) {

@@ -16,6 +16,14 @@ const Kernels table{
     .collect_best = collect_best,
     .kth_largest = kth_largest,
     .count_at_least = count_at_least,
+    .minmax_write = minmax_write,
+    .minmax_score = minmax_score,
+    .minmax4_write = minmax4_write,
+    .minmax4_read = minmax4_read,
+    .bit2_write = bit2_write,
+    .bit2_score = bit2_score,
+    .transform_write = transform_write,
+    .transform_score = transform_score,
     .read_slots = read_slots,
 };
 
