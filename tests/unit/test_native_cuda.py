@@ -1,12 +1,19 @@
 """Where a call on a GPU goes, with tensors that only say where they lie."""
 
+import importlib
+import inspect
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from oasiskv.ops import native_cuda
+from oasiskv import ops
+from oasiskv.ops import _abi, native_cuda
+
+# `ops._library` is torch's, not the module.
+_library = importlib.import_module("oasiskv.ops._library")
+load, LibraryUnavailable = _library.load, _library.LibraryUnavailable
 
 
 class Somewhere(torch.Tensor):
@@ -70,3 +77,17 @@ def test_a_call_goes_to_the_device_of_its_tensors(devices):
 def test_memory_that_is_not_page_locked_is_left_to_the_reference(devices):
     call = native_cuda.on_device(lambda *_: "native", lambda *_: "reference")
     assert call(at("cpu"), at("cuda:0")) == "reference"
+
+
+def test_the_library_loads_without_a_driver_and_says_that_a_launch_failed():
+    try:
+        library = load("cuda")
+    except LibraryUnavailable as reason:
+        pytest.skip(str(reason))
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    assert set(ops.NAMES) <= library.ops
+    pack = _abi.PACK["block_mass"]
+    numbers = dict.fromkeys(inspect.signature(pack).parameters, 1) | {"scratch_bytes": 1 << 20, "stream": 0}
+    assert library._function("block_mass")(pack(**numbers)) == _abi.FAILED
+    assert "launching block_mass_parts: " in library._library.oasis_last_error().decode()
