@@ -36,6 +36,13 @@ def _persistent(function: F) -> F:
     return wrapped
 
 
+def default_scheduler(device: torch.device, workers: int) -> TransferScheduler:
+    """Background work inline without workers, else on streams of a GPU, or on threads."""
+    if not workers:
+        return InlineScheduler()
+    return StreamScheduler(device) if device.type == "cuda" else ThreadScheduler(workers)
+
+
 class KVManager:
     """The cache of many sequences: dense ones whole on the device, sparse ones with a bounded working set.
 
@@ -78,11 +85,7 @@ class KVManager:
             predictor=predictor,
             counters=Counters(),
         )
-        self.scheduler = scheduler or (
-            InlineScheduler()
-            if not config.workers
-            else (StreamScheduler(shape.device) if shape.device.type == "cuda" else ThreadScheduler(config.workers))
-        )
+        self.scheduler = scheduler or default_scheduler(shape.device, config.workers)
         self.tickets: list[Ticket | None] = [None] * shape.num_layers
         self.step_number = 0
         self.fitted_length: int | None = None

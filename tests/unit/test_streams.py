@@ -7,8 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from oasiskv import KVManager
+from oasiskv import manager as manager_module
 from oasiskv.errors import StateError, WorkerError
+from oasiskv.scheduler import InlineScheduler, ThreadScheduler
 from oasiskv.streams import StreamScheduler
+
+from .driver import SHAPE, Driver, Part, tiny
 
 STAGES = ("predict", "select", "mark", "transfer")
 DEVICE = torch.device("cuda")
@@ -209,3 +214,29 @@ def test_closing_drains_and_refuses_more(cuda, scheduler):
     assert cuda.host_waits == 1
     with pytest.raises(StateError, match="closed"):
         scheduler.submit(Work(cuda, 0))
+
+
+@pytest.mark.parametrize("budget_per", ["head", "sequence"])
+def test_a_manager_decodes_as_it_does_inline(cuda, scheduler, budget_per):
+    cuda.all_done = True  # the host runs all work when it is submitted
+    outputs = []
+    for given in (None, scheduler):
+        manager = KVManager(SHAPE, tiny(correction_blocks=1, budget_per=budget_per), scheduler=given)
+        driver = Driver(manager)
+        first, second = driver.create(70), driver.create(90)
+        outputs.append([])
+        for number in range(20):
+            drafts = number % 3
+            outputs[-1].extend(driver.run(Part(first, drafts + 1, drafts, 1), Part(second, 1)))
+        driver.check()
+        manager.close()
+    assert all(torch.equal(inline, streamed) for inline, streamed in zip(*outputs, strict=True))
+
+
+def test_a_manager_on_a_gpu_has_streams_unless_it_has_no_workers(monkeypatch, cuda):
+    monkeypatch.setattr(manager_module, "StreamScheduler", lambda device: ("streams", device))
+    assert manager_module.default_scheduler(torch.device("cuda"), 1) == ("streams", torch.device("cuda"))
+    assert isinstance(manager_module.default_scheduler(torch.device("cuda"), 0), InlineScheduler)
+    threads = manager_module.default_scheduler(torch.device("cpu"), 2)
+    assert isinstance(threads, ThreadScheduler)
+    threads.close()
