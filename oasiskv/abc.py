@@ -227,6 +227,11 @@ class TransferScheduler(ABC):
     def submit(self, work: LayerWork) -> Ticket:
         """Queue work; never blocks on it. Raises `StateError` after `close`."""
 
+    def fence(self) -> None:  # noqa: B027 (nothing to do is the common case)
+        """The caller is about to replace memory that `predict` of submitted work may still read, such as a summary that grows.
+        Nothing to do where that runs on the host, which holds what it reads; a device has to be waited for by the caller's
+        stream."""
+
     @abstractmethod
     def drain(self) -> None:
         """Block until all work is done, also failed work (whose errors stay with the tickets)."""

@@ -112,4 +112,5 @@ def _best(manager: KVManager, sequence: Sequence, layer: int) -> tuple[torch.Ten
 def reserve_summaries(manager: KVManager, pages: list[int]) -> None:
     """Make the summaries of some pages writable."""
     if pages:
+        manager.scheduler.fence()
         manager.rooms.summary.reserve(max(pages) + 1)

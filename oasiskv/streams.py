@@ -15,6 +15,7 @@ What keeps memory from being read and written at once:
 - Moving waits for the mark (2): whoever reads the table from then on sees no place that is being filled.
 - The foreground waits for the whole (3), or, if it may go on without late work, for the mark. Both are waits of its stream,
   not of the host.
+- Summaries grow while work is under way. Before one does, the foreground waits for all choosing (`fence`).
 - What a piece of work holds, tensors of the foreground's among it, is kept until the device is done with it: memory that is
   freed on one stream would be handed out again while another one still uses it.
 """
@@ -158,6 +159,10 @@ class StreamScheduler(TransferScheduler):
             ticket = self._running.popleft()
             if self._last.get(ticket._work.layer) is ticket and ticket.error is None:
                 del self._last[ticket._work.layer]
+
+    def fence(self) -> None:
+        """Make the current stream wait until all choosing is done: what it frees may be handed out to itself only."""
+        self._cuda.current_stream(self._device).wait_event(self._choosing.record_event())
 
     def drain(self) -> None:
         """Wait on the host until the device has run all work."""

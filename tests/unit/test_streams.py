@@ -199,6 +199,15 @@ def test_work_lives_until_the_device_is_done_with_it(cuda, scheduler):
     assert [reference() is not None for reference in alive] == [False, False, True]
 
 
+def test_the_foreground_frees_memory_after_all_choosing(cuda, scheduler):
+    step(cuda, scheduler, [0, 1], "a")
+    scheduler.fence()
+    cuda.foreground.do("frees")
+    assert {(1, "a", stage) for stage in ("predict", "select", "mark")} <= cuda.before["frees"]
+    assert (1, "a", "transfer") not in cuda.before["frees"]
+    assert cuda.host_waits == 0
+
+
 def test_draining_waits_on_the_host(cuda, scheduler):
     scheduler.drain()
     assert cuda.host_waits == 0
