@@ -85,7 +85,9 @@ class Library:
                 # Freed at once: the allocator gives it to later work of the same stream only.
                 scratch = torch.empty(needed, dtype=torch.uint8, device="cuda")
                 packed = pack(stream=stream, scratch=scratch.data_ptr(), scratch_bytes=needed, **fields)
-            return not (status := function(packed)) or self._refused(name, status)
+            if (status := function(packed)) == _abi.UNSUPPORTED:
+                torch.cuda.synchronize()  # the reference may read on the host what kernels are writing to the arena
+            return not status or self._refused(name, status)
 
         return call
 

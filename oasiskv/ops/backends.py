@@ -54,7 +54,7 @@ class Backends:
                 self.cuda = load("cuda")
             except LibraryUnavailable:
                 return  # said by available(); a machine without CUDA kernels is not a mistake
-            self._register(registry, self.cuda, "CUDA", lambda name, native: on_device(native, references[name]))
+            self._register(registry, self.cuda, "CUDA", lambda name, native: on_device(name, native, references[name]))
 
     def available(self) -> dict[str, dict[str, str]]:
         """For each op, "native" or "reference" for "cpu" and for "cuda"."""

@@ -50,7 +50,11 @@ def at(where):
     ],
 )
 def test_the_device_that_can_read_all(places, device):
-    assert native_cuda.device_of(map(at, places)) == (device and torch.device(device))
+    assert native_cuda.device_of(map(at, places), host_memory=True) == (device and torch.device(device))
+
+
+def test_host_memory_is_for_ops_on_the_arena():
+    assert native_cuda.device_of([at("pinned"), at("cuda:0")], host_memory=False) is None
 
 
 @pytest.fixture
@@ -62,12 +66,16 @@ def devices(monkeypatch):
         entered.append(chosen.index)
         yield
 
-    monkeypatch.setattr(native_cuda.torch, "cuda", SimpleNamespace(current_device=lambda: 0, device=device))
+    monkeypatch.setattr(
+        native_cuda.torch,
+        "cuda",
+        SimpleNamespace(current_device=lambda: 0, device=device, synchronize=lambda: entered.append("all")),
+    )
     return entered
 
 
 def test_a_call_goes_to_the_device_of_its_tensors(devices):
-    call = native_cuda.on_device(lambda *_: "native", lambda *_: "reference")
+    call = native_cuda.on_device("copy_blocks", lambda *_: "native", lambda *_: "reference")
     assert call(at("cuda:0"), 3) == "native"
     assert devices == []
     assert call(None, at("cuda:1")) == "native"
@@ -75,8 +83,14 @@ def test_a_call_goes_to_the_device_of_its_tensors(devices):
 
 
 def test_memory_that_is_not_page_locked_is_left_to_the_reference(devices):
-    call = native_cuda.on_device(lambda *_: "native", lambda *_: "reference")
+    call = native_cuda.on_device("copy_blocks", lambda *_: "native", lambda *_: "reference")
     assert call(at("cpu"), at("cuda:0")) == "reference"
+    assert devices == ["all"]  # what kernels write is waited for
+
+
+def test_other_ops_leave_host_memory_to_the_reference(devices):
+    call = native_cuda.on_device("bit2_score", lambda *_: "native", lambda *_: "reference")
+    assert call(at("pinned"), at("cuda:0")) == "reference"
 
 
 def test_the_library_loads_without_a_driver_and_says_that_a_launch_failed():
