@@ -35,6 +35,8 @@ def selected_slots(rooms: Rooms, strips: list[int]) -> torch.Tensor:
 def sealed(rooms: Rooms, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
     """Sealed blocks on the device, `(end - start, kv_heads, 2, block_size, head_dim)`."""
     arena = rooms.arena.layers[layer]
+    if rooms.shape.device.type == "cuda":
+        torch.cuda.current_stream(rooms.shape.device).synchronize()  # the host reads what kernels may yet be sealing
     pages = torch.tensor(sequence.pages[start:end], dtype=torch.int64)
     by_page = arena.view(-1, rooms.shape.kv_heads, *arena.shape[1:])
     return by_page.index_select(0, pages).to(rooms.shape.device)
