@@ -8,7 +8,8 @@ namespace {
 // A block of threads per output row.
 template <class T> __global__ void __launch_bounds__(64) combine_kernel(oasis_paged_attention_args a, AttentionPlan plan) {
     const int64_t row = blockIdx.x, group = a.query_heads / a.kv_heads;
-    const int64_t query_head = row % a.query_heads, query_row = row / a.query_heads % a.rows, sequence = row / a.query_heads / a.rows;
+    const int64_t query_head = row % a.query_heads, query_row = row / a.query_heads % a.rows,
+                  sequence = row / a.query_heads / a.rows;
     const int64_t head = query_head / group, m = query_row * group + query_head % group;
     const int64_t first = (sequence * a.kv_heads + head) * plan.splits * plan.group_rows + m;
     float most = -INFINITY;
@@ -62,7 +63,8 @@ extern "C" int32_t oasis_paged_attention(const oasis_paged_attention_args *args)
     if (a.kv_heads > kMaxGridYZ || a.sequences * plan.row_groups > kMaxGridYZ)
         return fail(OASIS_UNSUPPORTED, "%lld sequences of %lld rows are too many", shown(a.sequences), shown(a.rows));
     const int64_t needed = attention_scratch_bytes(a);
-    if (a.scratch_bytes < needed) return fail(OASIS_INVALID, "scratch_bytes is %lld, not %lld", shown(a.scratch_bytes), shown(needed));
+    if (a.scratch_bytes < needed)
+        return fail(OASIS_INVALID, "scratch_bytes is %lld, not %lld", shown(a.scratch_bytes), shown(needed));
     if (a.sequences == 0 || a.rows == 0) return OASIS_OK;
     if (int32_t status = a.dtype == OASIS_FLOAT32 ? attend_float(a, plan) : attend_half(a, plan)) return status;
     if (plan.splits == 1) return OASIS_OK;

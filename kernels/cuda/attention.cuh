@@ -11,9 +11,9 @@
 
 namespace oasis {
 
-constexpr int kMaxPlaces = 256;       // of a split
+constexpr int kMaxPlaces = 256;        // of a split
 constexpr int64_t kWantedBlocks = 264; // twice the multiprocessors of a large device; fixed, so that results do not depend on it
-constexpr int64_t kWorthATrip = 128;  // tokens, below which another split costs more than it gains
+constexpr int64_t kWorthATrip = 128;   // tokens, below which another split costs more than it gains
 
 struct AttentionPlan {
     int64_t group_rows; // query rows of a kv head: rows times heads of the group
@@ -82,7 +82,8 @@ __device__ PlaceList<T> list_places(const oasis_paged_attention_args &a, const A
             const int64_t end = at_most(places, (split + 1) * share);
             for (int64_t first = split * share; first < end; first += 32) {
                 const int64_t place = first + lane;
-                const int64_t slot = place < end ? entry_within(slots[place], in_arena ? a.num_arena_slots : a.num_slots) : OASIS_EMPTY;
+                const int64_t slot =
+                    place < end ? entry_within(slots[place], in_arena ? a.num_arena_slots : a.num_slots) : OASIS_EMPTY;
                 const int64_t block = place < end ? blocks[place] : OASIS_EMPTY;
                 const bool seen = slot >= 0 && block >= 0 && block <= last_block;
                 const uint32_t all = __ballot_sync(kWarp, seen);
@@ -116,18 +117,14 @@ __device__ __forceinline__ const T *query_row(const oasis_paged_attention_args &
 template <class T>
 __device__ __forceinline__ void store_output(const oasis_paged_attention_args &a, const AttentionPlan &plan, int64_t sequence,
                                              int64_t head, int64_t split, int64_t m, int64_t dim, float value) {
-    if (plan.splits == 1)
-        static_cast<T *>(a.output)[output_row(a, sequence, head, m) * a.head_dim + dim] = from_float<T>(value);
-    else
-        plan.outputs[(((sequence * a.kv_heads + head) * plan.splits + split) * plan.group_rows + m) * a.head_dim + dim] = value;
+    if (plan.splits == 1) static_cast<T *>(a.output)[output_row(a, sequence, head, m) * a.head_dim + dim] = from_float<T>(value);
+    else plan.outputs[(((sequence * a.kv_heads + head) * plan.splits + split) * plan.group_rows + m) * a.head_dim + dim] = value;
 }
 
 __device__ __forceinline__ void store_logsumexp(const oasis_paged_attention_args &a, const AttentionPlan &plan, int64_t sequence,
                                                 int64_t head, int64_t split, int64_t m, float value) {
-    if (plan.splits == 1)
-        a.logsumexp[output_row(a, sequence, head, m)] = value;
-    else
-        plan.logsumexps[((sequence * a.kv_heads + head) * plan.splits + split) * plan.group_rows + m] = value;
+    if (plan.splits == 1) a.logsumexp[output_row(a, sequence, head, m)] = value;
+    else plan.logsumexps[((sequence * a.kv_heads + head) * plan.splits + split) * plan.group_rows + m] = value;
 }
 
 } // namespace oasis

@@ -15,7 +15,8 @@ size_t shared_bytes(int head_dim) {
                   kMaxPlaces * sizeof(int), sizeof(int), kRows * (kTokens + 1) * sizeof(float), 3 * kRows * sizeof(float));
 }
 
-__device__ void load_stage(const oasis_paged_attention_args &a, const PlaceList<float> &list, int stage, float *keys, int *positions) {
+__device__ void load_stage(const oasis_paged_attention_args &a, const PlaceList<float> &list, int stage, float *keys,
+                           int *positions) {
     const int head_dim = static_cast<int>(a.head_dim), block_size = static_cast<int>(a.block_size), chunks = head_dim / 4;
     float *values = keys + kTokens * row_floats(head_dim);
     for (int index = static_cast<int>(threadIdx.x); index < kTokens * chunks; index += kThreads) {
@@ -120,10 +121,12 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(oasis_paged_attenti
 #pragma unroll
         for (int m = 0; m < kRows; ++m)
             if (first_row + m < plan.group_rows)
-                store_output<float>(a, plan, sequence, head, split, first_row + m, dim, sums[m] > 0.0f ? output[column][m] / sums[m] : 0.0f);
+                store_output<float>(a, plan, sequence, head, split, first_row + m, dim,
+                                    sums[m] > 0.0f ? output[column][m] / sums[m] : 0.0f);
     }
     if (tid < kRows && first_row + tid < plan.group_rows)
-        store_logsumexp(a, plan, sequence, head, split, first_row + tid, sums[tid] > 0.0f ? tops[tid] + logf(sums[tid]) : -INFINITY);
+        store_logsumexp(a, plan, sequence, head, split, first_row + tid,
+                        sums[tid] > 0.0f ? tops[tid] + logf(sums[tid]) : -INFINITY);
 }
 
 } // namespace

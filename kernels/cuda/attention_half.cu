@@ -64,7 +64,7 @@ template <class T> __device__ __forceinline__ uint32_t pack(float low, float hig
 // One warp's share: sixteen query rows against the tokens that it was given so far.
 template <class T, int D> struct WarpState {
     uint32_t queries[D / 16][4];
-    int limits[2];        // positions of the two rows that this lane has a part of
+    int limits[2];         // positions of the two rows that this lane has a part of
     float most[2], sum[2]; // largest logit, in powers of two; this lane's part of the sum
     float output[D / 8][4];
 
@@ -145,7 +145,7 @@ template <class T, int D> struct WarpState {
             const uint32_t left[2] = {four[0], four[1]}, right[2] = {four[2], four[3]};
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                float(&sums)[4] = output[2 * k + n];
+                float (&sums)[4] = output[2 * k + n];
                 sums[0] *= shrink[0], sums[1] *= shrink[0], sums[2] *= shrink[1], sums[3] *= shrink[1];
                 mma_16x8x16<T>(sums, weights, n ? right : left);
             }
@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(Layout<D>::kThreads) attention_kernel(oasis_pa
     commit_async();
     for (int stage = 0; stage < stages; ++stage) {
         const int now = stage % 2, next = 1 - now;
-        if (stage + 1 < stages) load_stage<T, D>(a, list, stage + 1, buffers + next * L::kStageBytes, positions + next * L::kTokens);
+        if (stage + 1 < stages)
+            load_stage<T, D>(a, list, stage + 1, buffers + next * L::kStageBytes, positions + next * L::kTokens);
         commit_async();
         wait_async<1>(); // this stage is here; the next may be under way
         __syncthreads();
@@ -246,9 +247,8 @@ int32_t attend_half(const oasis_paged_attention_args &a, const AttentionPlan &pl
     if (a.block_size < 4 || a.block_size > 64)
         return fail(OASIS_UNSUPPORTED, "block_size is %lld, not 4 to 64", static_cast<long long>(a.block_size));
     switch (a.head_dim) {
-#define OASIS_CASE(D)                                                                                                            \
-    case D:                                                                                                                      \
-        return a.dtype == OASIS_BFLOAT16 ? launch_attention<__nv_bfloat16, D>(a, plan) : launch_attention<__half, D>(a, plan);
+#define OASIS_CASE(D)                                                                                                              \
+    case D: return a.dtype == OASIS_BFLOAT16 ? launch_attention<__nv_bfloat16, D>(a, plan) : launch_attention<__half, D>(a, plan);
         OASIS_HEAD_DIMS(OASIS_CASE)
 #undef OASIS_CASE
     default: return fail(OASIS_UNSUPPORTED, "head_dim is %lld", static_cast<long long>(a.head_dim));

@@ -59,9 +59,12 @@ using namespace oasis;
 extern "C" int32_t oasis_bit2_write(const oasis_bit2_write_args *args) {
     const auto &a = *args;
     if (a.count == 0 || a.kv_heads == 0) return OASIS_OK;
-    if (a.kv_heads > kMaxGridYZ || a.count > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
+    if (a.kv_heads > kMaxGridYZ || a.count > kMaxGridX)
+        return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
     const dim3 grid(static_cast<unsigned>(a.count), static_cast<unsigned>(a.kv_heads));
-    return with_dtype(a.dtype, [&](auto type) { return launch("bit2_write", bit2_write_kernel<decltype(type)>, grid, kThreads, 0, a.stream, a); });
+    return with_dtype(a.dtype, [&](auto type) {
+        return launch("bit2_write", bit2_write_kernel<decltype(type)>, grid, kThreads, 0, a.stream, a);
+    });
 }
 
 extern "C" int32_t oasis_bit2_score(const oasis_bit2_score_args *args) {

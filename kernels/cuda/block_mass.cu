@@ -85,7 +85,8 @@ extern "C" int32_t oasis_block_mass(const oasis_block_mass_args *args) {
     if (a.kv_heads < 1 || a.query_heads < 1 || a.query_heads % a.kv_heads)
         return fail(OASIS_INVALID, "query_heads is %lld, no multiple of kv_heads %lld", static_cast<long long>(a.query_heads),
                     static_cast<long long>(a.kv_heads));
-    if (a.scratch_bytes < mass_scratch_bytes(a)) return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
+    if (a.scratch_bytes < mass_scratch_bytes(a))
+        return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
     const int64_t rows = a.sequences * a.rows;
     if (rows == 0 || a.blocks == 0) return OASIS_OK;
     const int64_t num_parts = parts_of(a);

@@ -21,7 +21,8 @@ struct QueryView {
 
     // Row m of a group is head m % group of row m / group.
     template <class T> __device__ __forceinline__ const T *row(int64_t sequence, int64_t head, int64_t m) const {
-        return static_cast<const T *>(data) + sequence * sequence_stride + m / group() * row_stride + (head * group() + m % group()) * head_stride;
+        return static_cast<const T *>(data) + sequence * sequence_stride + m / group() * row_stride +
+               (head * group() + m % group()) * head_stride;
     }
     // Of the logits (S, R, Hq, N).
     __device__ __forceinline__ int64_t logit(int64_t sequence, int64_t head, int64_t m, int64_t blocks) const {
@@ -30,8 +31,15 @@ struct QueryView {
 };
 
 template <class Args> QueryView query_view(const Args &a) {
-    return {a.queries,   a.queries_sequence_stride, a.queries_row_stride, a.queries_head_stride, a.sequences,
-            a.rows,      a.query_heads,             a.kv_heads,           a.head_dim};
+    return {a.queries,
+            a.queries_sequence_stride,
+            a.queries_row_stride,
+            a.queries_head_stride,
+            a.sequences,
+            a.rows,
+            a.query_heads,
+            a.kv_heads,
+            a.head_dim};
 }
 
 // Checks that scoring ops have in common.
@@ -100,7 +108,8 @@ __global__ void __launch_bounds__(kScoreThreads)
     const int64_t first = blockIdx.x * kScoreBlocks;
     for (int64_t block = first; block < at_most(blocks, first + kScoreBlocks); ++block) {
         if (!source.find(sequence, head, block)) {
-            for (int m = tid; m < rows; m += kScoreThreads) logits[q.logit(sequence, head, first_row + m, blocks) + block] = -INFINITY;
+            for (int m = tid; m < rows; m += kScoreThreads)
+                logits[q.logit(sequence, head, first_row + m, blocks) + block] = -INFINITY;
             continue;
         }
         for (int index = tid; index < block_size * head_dim; index += kScoreThreads)
@@ -112,7 +121,8 @@ __global__ void __launch_bounds__(kScoreThreads)
         }
         __syncthreads();
         for (int m = tid; m < rows; m += kScoreThreads)
-            logits[q.logit(sequence, head, first_row + m, blocks) + block] = logsumexp_of(products + m * (block_size + 1), block_size, 1);
+            logits[q.logit(sequence, head, first_row + m, blocks) + block] =
+                logsumexp_of(products + m * (block_size + 1), block_size, 1);
     }
 }
 
@@ -127,8 +137,8 @@ int32_t score_blocks(const char *name, const QueryView &q, const Source &source,
     const dim3 grid(static_cast<unsigned>(ceil_div(blocks, kScoreBlocks)), static_cast<unsigned>(q.kv_heads),
                     static_cast<unsigned>(q.sequences * ceil_div(q.group_rows(), int64_t{kScoreRows})));
     return with_dtype(dtype, [&](auto type) {
-        return launch(name, block_scores_kernel<decltype(type), Source>, grid, kScoreThreads, shared, stream, q, source, blocks, block_size,
-                      scale, logits);
+        return launch(name, block_scores_kernel<decltype(type), Source>, grid, kScoreThreads, shared, stream, q, source, blocks,
+                      block_size, scale, logits);
     });
 }
 

@@ -63,5 +63,6 @@ extern "C" int32_t oasis_exchange_slots(const oasis_exchange_slots_args *args) {
     const auto &a = *args;
     if (a.sequences == 0) return OASIS_OK;
     if (a.sequences > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld sequences at once", static_cast<long long>(a.sequences));
-    return launch("exchange_slots", exchange_slots_kernel, dim3(static_cast<unsigned>(a.sequences)), kThreads, 32 * sizeof(int), a.stream, a);
+    return launch("exchange_slots", exchange_slots_kernel, dim3(static_cast<unsigned>(a.sequences)), kThreads, 32 * sizeof(int),
+                  a.stream, a);
 }

@@ -25,7 +25,8 @@ template <class T> __global__ void __launch_bounds__(kThreads) minmax_write_kern
     }
 }
 
-template <class Q, class T> __global__ void __launch_bounds__(kThreads) minmax_score_kernel(oasis_minmax_score_args a, QueryView q) {
+template <class Q, class T>
+__global__ void __launch_bounds__(kThreads) minmax_score_kernel(oasis_minmax_score_args a, QueryView q) {
     const int head_dim = static_cast<int>(a.head_dim), row = head_dim + 4, tid = static_cast<int>(threadIdx.x);
     Carver carver;
     float *queries = carver.take<float>(kRows * row);
@@ -60,9 +61,12 @@ extern "C" int32_t oasis_minmax_write(const oasis_minmax_write_args *args) {
     const auto &a = *args;
     if (a.count == 0 || a.kv_heads == 0) return OASIS_OK;
     if (a.block_size < 1) return fail(OASIS_INVALID, "block_size is %lld", static_cast<long long>(a.block_size));
-    if (a.kv_heads > kMaxGridYZ || a.count > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
+    if (a.kv_heads > kMaxGridYZ || a.count > kMaxGridX)
+        return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
     const dim3 grid(static_cast<unsigned>(a.count), static_cast<unsigned>(a.kv_heads));
-    return with_dtype(a.dtype, [&](auto type) { return launch("minmax_write", minmax_write_kernel<decltype(type)>, grid, kThreads, 0, a.stream, a); });
+    return with_dtype(a.dtype, [&](auto type) {
+        return launch("minmax_write", minmax_write_kernel<decltype(type)>, grid, kThreads, 0, a.stream, a);
+    });
 }
 
 extern "C" int32_t oasis_minmax_score(const oasis_minmax_score_args *args) {
@@ -77,7 +81,8 @@ extern "C" int32_t oasis_minmax_score(const oasis_minmax_score_args *args) {
                     static_cast<unsigned>(a.sequences * ceil_div(q.group_rows(), int64_t{kRows})));
     return with_dtype(a.queries_dtype, [&](auto query) {
         return with_dtype(a.bounds_dtype, [&](auto bound) {
-            return launch("minmax_score", minmax_score_kernel<decltype(query), decltype(bound)>, grid, kThreads, shared, a.stream, a, q);
+            return launch("minmax_score", minmax_score_kernel<decltype(query), decltype(bound)>, grid, kThreads, shared, a.stream,
+                          a, q);
         });
     });
 }

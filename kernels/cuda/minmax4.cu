@@ -6,8 +6,8 @@ namespace oasis {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr float kLargest = 60000.0f;      // bounds are clipped to this, so that fp16 holds them and what rounding adds
-constexpr float kSlack = 0.0009765625f;   // 2^-10, relative: twice what rounding to fp16 can move a number
+constexpr float kLargest = 60000.0f;             // bounds are clipped to this, so that fp16 holds them and what rounding adds
+constexpr float kSlack = 0.0009765625f;          // 2^-10, relative: twice what rounding to fp16 can move a number
 constexpr float kTiny = 5.9604644775390625e-08f; // 2^-24: twice what rounding can move a number close to 0
 
 __device__ __forceinline__ float clipped(float x) { return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x; }
@@ -92,18 +92,23 @@ extern "C" int32_t oasis_minmax4_write(const oasis_minmax4_write_args *args) {
     const auto &a = *args;
     if (a.count == 0 || a.kv_heads == 0) return OASIS_OK;
     if (a.block_size < 1 || a.head_dim % 2 || a.head_dim > 4096)
-        return fail(OASIS_UNSUPPORTED, "block_size is %lld and head_dim %lld", static_cast<long long>(a.block_size), static_cast<long long>(a.head_dim));
-    if (a.kv_heads > kMaxGridYZ || a.count > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
+        return fail(OASIS_UNSUPPORTED, "block_size is %lld and head_dim %lld", static_cast<long long>(a.block_size),
+                    static_cast<long long>(a.head_dim));
+    if (a.kv_heads > kMaxGridYZ || a.count > kMaxGridX)
+        return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
     const dim3 grid(static_cast<unsigned>(a.count), static_cast<unsigned>(a.kv_heads));
     const size_t shared = carved(32 * sizeof(float), 2 * a.head_dim * static_cast<int64_t>(sizeof(float)));
-    return with_dtype(a.dtype, [&](auto type) { return launch("minmax4_write", minmax4_write_kernel<decltype(type)>, grid, kThreads, shared, a.stream, a); });
+    return with_dtype(a.dtype, [&](auto type) {
+        return launch("minmax4_write", minmax4_write_kernel<decltype(type)>, grid, kThreads, shared, a.stream, a);
+    });
 }
 
 extern "C" int32_t oasis_minmax4_read(const oasis_minmax4_read_args *args) {
     const auto &a = *args;
     if (a.count == 0 || a.inner == 0) return OASIS_OK;
     if (a.head_dim % 2) return fail(OASIS_INVALID, "head_dim is %lld", static_cast<long long>(a.head_dim));
-    if (2 * a.inner > kMaxGridYZ || a.count > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld rows at once", static_cast<long long>(a.count));
+    if (2 * a.inner > kMaxGridYZ || a.count > kMaxGridX)
+        return fail(OASIS_UNSUPPORTED, "%lld rows at once", static_cast<long long>(a.count));
     const dim3 grid(static_cast<unsigned>(a.count), static_cast<unsigned>(2 * a.inner));
     return launch("minmax4_read", minmax4_read_kernel, grid, kThreads, 0, a.stream, a);
 }

@@ -36,7 +36,8 @@ template <class Unit> __global__ void append_rows_kernel(oasis_append_rows_args 
     const int64_t token = row / a.kv_heads, head = row % a.kv_heads;
     const int64_t slot = entry_within(a.slots[row], a.num_slots), offset = entry_within(a.offsets[token], a.block_size);
     if (slot < 0 || offset < 0) return;
-    const auto *key = static_cast<const char *>(a.keys) + (token * a.keys_token_stride + head * a.keys_head_stride) * a.element_bytes;
+    const auto *key =
+        static_cast<const char *>(a.keys) + (token * a.keys_token_stride + head * a.keys_head_stride) * a.element_bytes;
     const auto *value =
         static_cast<const char *>(a.values) + (token * a.values_token_stride + head * a.values_head_stride) * a.element_bytes;
     char *target = static_cast<char *>(a.pool) + (slot * 2 * a.block_size + offset) * row_bytes;
@@ -97,10 +98,10 @@ extern "C" int32_t oasis_append_rows(const oasis_append_rows_args *args) {
     const auto &a = *args;
     const int64_t row_bytes = a.head_dim * a.element_bytes, rows = a.num_tokens * a.kv_heads;
     if (rows == 0 || row_bytes == 0) return OASIS_OK;
-    const int bytes = unit_bytes(reinterpret_cast<uintptr_t>(a.pool), reinterpret_cast<uintptr_t>(a.keys),
-                                 reinterpret_cast<uintptr_t>(a.values), row_bytes, a.keys_token_stride * a.element_bytes,
-                                 a.keys_head_stride * a.element_bytes, a.values_token_stride * a.element_bytes,
-                                 a.values_head_stride * a.element_bytes);
+    const int bytes =
+        unit_bytes(reinterpret_cast<uintptr_t>(a.pool), reinterpret_cast<uintptr_t>(a.keys), reinterpret_cast<uintptr_t>(a.values),
+                   row_bytes, a.keys_token_stride * a.element_bytes, a.keys_head_stride * a.element_bytes,
+                   a.values_token_stride * a.element_bytes, a.values_head_stride * a.element_bytes);
     return with_unit(bytes, [&](auto unit) {
         using Unit = decltype(unit);
         const int64_t blocks = ceil_div(rows * (row_bytes / static_cast<int64_t>(sizeof(Unit))), static_cast<int64_t>(kThreads));
@@ -112,8 +113,7 @@ extern "C" int32_t oasis_append_rows(const oasis_append_rows_args *args) {
 extern "C" int32_t oasis_copy_blocks(const oasis_copy_blocks_args *args) {
     const auto &a = *args;
     if (a.num_pairs == 0 || a.slot_bytes == 0) return OASIS_OK;
-    const int bytes =
-        unit_bytes(reinterpret_cast<uintptr_t>(a.source), reinterpret_cast<uintptr_t>(a.target), a.slot_bytes);
+    const int bytes = unit_bytes(reinterpret_cast<uintptr_t>(a.source), reinterpret_cast<uintptr_t>(a.target), a.slot_bytes);
     return with_unit(bytes, [&](auto unit) {
         using Unit = decltype(unit);
         const int64_t units = a.slot_bytes / static_cast<int64_t>(sizeof(Unit));
@@ -125,7 +125,8 @@ extern "C" int32_t oasis_copy_blocks(const oasis_copy_blocks_args *args) {
 
 extern "C" int32_t oasis_read_slots(const oasis_read_slots_args *args) {
     const auto &a = *args;
-    if (a.slot_bytes % 64) return fail(OASIS_INVALID, "slot_bytes is %lld, no multiple of 64", static_cast<long long>(a.slot_bytes));
+    if (a.slot_bytes % 64)
+        return fail(OASIS_INVALID, "slot_bytes is %lld, no multiple of 64", static_cast<long long>(a.slot_bytes));
     if (reinterpret_cast<uintptr_t>(a.pool) % 16) return fail(OASIS_UNSUPPORTED, "pool is not aligned to 16 bytes");
     if (int32_t status = launch("zero", zero_kernel, dim3(1), 32, 0, a.stream, a.sum)) return status;
     if (a.count == 0) return OASIS_OK;

@@ -43,7 +43,8 @@ __device__ inline Threshold find_threshold(const uint32_t *keys, int64_t size, i
 }
 
 // Writes the places of the `count` largest keys, the largest first, to `best`; `unordered` is room for as many. Key 0 counts too.
-__device__ inline void rank_largest(const uint32_t *keys, int64_t size, int64_t count, int64_t *best, int64_t *unordered, int *shared) {
+__device__ inline void rank_largest(const uint32_t *keys, int64_t size, int64_t count, int64_t *best, int64_t *unordered,
+                                    int *shared) {
     if (count == 0) return;
     const Threshold threshold = find_threshold(keys, size, count, shared);
     const int tid = static_cast<int>(threadIdx.x);
@@ -71,8 +72,8 @@ __device__ inline void rank_largest(const uint32_t *keys, int64_t size, int64_t 
 }
 
 // Keys of the candidates `low <= block < high`; with `resident`, those that are there already are left out. Ends with a barrier.
-__device__ inline void make_keys(const float *mass, int64_t blocks, int64_t low, int64_t high, const int64_t *resident, int64_t places,
-                                 uint32_t *keys) {
+__device__ inline void make_keys(const float *mass, int64_t blocks, int64_t low, int64_t high, const int64_t *resident,
+                                 int64_t places, uint32_t *keys) {
     for (int64_t n = threadIdx.x; n < blocks; n += kRankThreads) keys[n] = n >= low && n < high ? ordered_bits(mass[n]) : 0u;
     __syncthreads();
     for (int64_t place = threadIdx.x; place < places; place += kRankThreads) {

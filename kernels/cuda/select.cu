@@ -8,14 +8,14 @@ namespace {
 
 // Scratch of a head.
 struct Room {
-    uint32_t *keys;      // (N,)
-    int64_t *best;       // (K,)
-    int64_t *unordered;  // (K,)
-    int64_t *worst;      // (K,) places
-    float *worth;        // (C,)
-    int64_t *stamps;     // (C,)
-    uint32_t *gain;      // (K,) ordered bits of what an accepted swap gains, 0 of others
-    int64_t *counts;     // (2,)
+    uint32_t *keys;     // (N,)
+    int64_t *best;      // (K,)
+    int64_t *unordered; // (K,)
+    int64_t *worst;     // (K,) places
+    float *worth;       // (C,)
+    int64_t *stamps;    // (C,)
+    uint32_t *gain;     // (K,) ordered bits of what an accepted swap gains, 0 of others
+    int64_t *counts;    // (2,)
 };
 
 __host__ __device__ int64_t room_bytes(const oasis_select_args &a) {
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kRankThreads) propose_kernel(oasis_select_args
         for (int64_t other = 0; other < a.places; ++other) {
             const float their_worth = room.worth[other];
             const int64_t their_stamp = room.stamps[other];
-            rank += their_worth < worth || (their_worth == worth && (their_stamp < stamp || (their_stamp == stamp && other < place)));
+            rank +=
+                their_worth < worth || (their_worth == worth && (their_stamp < stamp || (their_stamp == stamp && other < place)));
         }
         if (rank < a.swaps) room.worst[rank] = place;
     }
@@ -150,9 +151,7 @@ __global__ void __launch_bounds__(kRankThreads) settle_kernel(oasis_select_args 
 
 } // namespace
 
-int64_t select_scratch_bytes(const oasis_select_args &a) {
-    return a.sequences * (a.kv_heads * room_bytes(a) + pooled_bytes(a));
-}
+int64_t select_scratch_bytes(const oasis_select_args &a) { return a.sequences * (a.kv_heads * room_bytes(a) + pooled_bytes(a)); }
 
 } // namespace oasis
 
@@ -163,11 +162,13 @@ extern "C" int32_t oasis_select(const oasis_select_args *args) {
     if (a.swaps > at_most(a.blocks, a.places))
         return fail(OASIS_INVALID, "swaps is %lld of %lld blocks and %lld places", static_cast<long long>(a.swaps),
                     static_cast<long long>(a.blocks), static_cast<long long>(a.places));
-    if (a.scratch_bytes < select_scratch_bytes(a)) return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
+    if (a.scratch_bytes < select_scratch_bytes(a))
+        return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
     const int64_t heads = a.sequences * a.kv_heads;
     if (a.sequences == 0) return OASIS_OK;
     if (heads > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld heads at once", static_cast<long long>(heads));
     const size_t shared = carved(kRankShared * sizeof(int), 32 * sizeof(int64_t));
-    if (int32_t status = launch("propose", propose_kernel, dim3(static_cast<unsigned>(heads)), kRankThreads, shared, a.stream, a)) return status;
+    if (int32_t status = launch("propose", propose_kernel, dim3(static_cast<unsigned>(heads)), kRankThreads, shared, a.stream, a))
+        return status;
     return launch("settle", settle_kernel, dim3(static_cast<unsigned>(a.sequences)), kRankThreads, shared, a.stream, a);
 }

@@ -38,11 +38,14 @@ using namespace oasis;
 
 extern "C" int32_t oasis_top_missing(const oasis_top_missing_args *args) {
     const auto &a = *args;
-    if (a.count > a.blocks) return fail(OASIS_INVALID, "count is %lld of %lld blocks", static_cast<long long>(a.count), static_cast<long long>(a.blocks));
+    if (a.count > a.blocks)
+        return fail(OASIS_INVALID, "count is %lld of %lld blocks", static_cast<long long>(a.count),
+                    static_cast<long long>(a.blocks));
     if (a.scratch_bytes < missing_scratch_bytes(a))
         return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
     const int64_t heads = a.sequences * a.kv_heads;
     if (heads == 0 || a.count == 0) return OASIS_OK;
     if (heads > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld heads at once", static_cast<long long>(heads));
-    return launch("top_missing", top_missing_kernel, dim3(static_cast<unsigned>(heads)), kRankThreads, kRankShared * sizeof(int), a.stream, a);
+    return launch("top_missing", top_missing_kernel, dim3(static_cast<unsigned>(heads)), kRankThreads, kRankShared * sizeof(int),
+                  a.stream, a);
 }

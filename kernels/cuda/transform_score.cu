@@ -9,8 +9,8 @@ namespace oasis {
 namespace {
 
 constexpr int kThreads = 128, kRows = 4, kEntries = 16;
-constexpr int kNibbles = 64;       // whose tables fit into shared memory at once
-constexpr int64_t kGroups = 8;     // of kThreads tokens, that a block of threads walks over
+constexpr int kNibbles = 64;   // whose tables fit into shared memory at once
+constexpr int64_t kGroups = 8; // of kThreads tokens, that a block of threads walks over
 
 struct Tables {
     float4 *entries; // (S, row groups, M, 16)
@@ -33,7 +33,8 @@ __device__ __forceinline__ Nibbles nibbles_of(const oasis_transform_score_args &
 }
 
 // Grid: heads, row groups, sequences.
-template <class T> __global__ void __launch_bounds__(kThreads) tables_kernel(oasis_transform_score_args a, QueryView q, Tables tables) {
+template <class T>
+__global__ void __launch_bounds__(kThreads) tables_kernel(oasis_transform_score_args a, QueryView q, Tables tables) {
     const int head_dim = static_cast<int>(a.head_dim), tid = static_cast<int>(threadIdx.x), lane = tid % 32;
     const int64_t head = blockIdx.x, group = blockIdx.y, sequence = blockIdx.z, table = sequence * gridDim.y + group;
     Carver carver;
@@ -42,7 +43,8 @@ template <class T> __global__ void __launch_bounds__(kThreads) tables_kernel(oas
     load_queries<T>(q, sequence, head, group * kRows, a.scale, kRows, head_dim, queries);
     __syncthreads();
     for (int64_t component = tid / 32; component <= a.num_components; component += kThreads / 32) {
-        const float *direction = component < a.num_components ? a.decode + (head * a.num_components + component) * head_dim : a.mean + head * head_dim;
+        const float *direction =
+            component < a.num_components ? a.decode + (head * a.num_components + component) * head_dim : a.mean + head * head_dim;
         float sums[kRows] = {};
         for (int dim = lane; dim < head_dim; dim += 32)
             for (int m = 0; m < kRows; ++m) sums[m] += queries[m * head_dim + dim] * direction[dim];
@@ -63,7 +65,8 @@ template <class T> __global__ void __launch_bounds__(kThreads) tables_kernel(oas
             if (component < 0 || component >= a.num_components) continue;
             for (int m = 0; m < kRows; ++m) sums[m] += levels[part] * rotated[component * kRows + m];
         }
-        tables.entries[(table * a.num_nibbles + nibble) * kEntries + i % kEntries] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        tables.entries[(table * a.num_nibbles + nibble) * kEntries + i % kEntries] =
+            make_float4(sums[0], sums[1], sums[2], sums[3]);
     }
     if (tid == 0) {
         const float *bias = rotated + a.num_components * kRows;
@@ -73,7 +76,8 @@ template <class T> __global__ void __launch_bounds__(kThreads) tables_kernel(oas
 
 // Grid: kGroups groups of tokens, heads, sequences times row groups. Unit: what codes are read by.
 template <class Unit>
-__global__ void __launch_bounds__(kThreads) transform_score_kernel(oasis_transform_score_args a, QueryView q, Tables tables, int64_t groups) {
+__global__ void __launch_bounds__(kThreads)
+    transform_score_kernel(oasis_transform_score_args a, QueryView q, Tables tables, int64_t groups) {
     const int tid = static_cast<int>(threadIdx.x), block_size = static_cast<int>(a.block_size), half = block_size / 2;
     const int blocks_at_once = kThreads / block_size;
     Carver carver;
@@ -138,13 +142,17 @@ extern "C" int32_t oasis_transform_score(const oasis_transform_score_args *args)
     const auto &a = *args;
     const QueryView q = query_view(a);
     if (int32_t status = check_queries(q)) return status;
-    if (a.block_size < 2 || a.block_size % 2) return fail(OASIS_INVALID, "block_size is %lld", static_cast<long long>(a.block_size));
+    if (a.block_size < 2 || a.block_size % 2)
+        return fail(OASIS_INVALID, "block_size is %lld", static_cast<long long>(a.block_size));
     if (a.block_size > kThreads) return fail(OASIS_UNSUPPORTED, "block_size is %lld", static_cast<long long>(a.block_size));
-    if (a.scratch_bytes < transform_scratch_bytes(a)) return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
+    if (a.scratch_bytes < transform_scratch_bytes(a))
+        return fail(OASIS_INVALID, "scratch_bytes is %lld", static_cast<long long>(a.scratch_bytes));
     if (a.sequences == 0 || a.rows == 0 || a.blocks == 0) return OASIS_OK;
-    const Tables tables{static_cast<float4 *>(a.scratch), reinterpret_cast<float4 *>(static_cast<char *>(a.scratch) + entries_bytes(a))};
+    const Tables tables{static_cast<float4 *>(a.scratch),
+                        reinterpret_cast<float4 *>(static_cast<char *>(a.scratch) + entries_bytes(a))};
     const int64_t groups = row_groups(q);
-    const size_t tables_shared = carved(kRows * a.head_dim * static_cast<int64_t>(sizeof(float)), (a.num_components + 1) * kRows * static_cast<int64_t>(sizeof(float)));
+    const size_t tables_shared = carved(kRows * a.head_dim * static_cast<int64_t>(sizeof(float)),
+                                        (a.num_components + 1) * kRows * static_cast<int64_t>(sizeof(float)));
     if (int32_t status = check_shared(tables_shared)) return status;
     const int32_t made = with_dtype(a.dtype, [&](auto type) {
         const dim3 grid(static_cast<unsigned>(a.kv_heads), static_cast<unsigned>(groups), static_cast<unsigned>(a.sequences));
@@ -152,9 +160,12 @@ extern "C" int32_t oasis_transform_score(const oasis_transform_score_args *args)
     });
     if (made != OASIS_OK) return made;
     const int64_t at_once = kGroups * (kThreads / a.block_size);
-    const dim3 grid(static_cast<unsigned>(ceil_div(a.blocks, at_once)), static_cast<unsigned>(a.kv_heads), static_cast<unsigned>(a.sequences * groups));
-    const size_t shared = carved(kNibbles * kEntries * sizeof(float4), kNibbles * kThreads / 2, kThreads * (kRows + 1) * sizeof(float));
+    const dim3 grid(static_cast<unsigned>(ceil_div(a.blocks, at_once)), static_cast<unsigned>(a.kv_heads),
+                    static_cast<unsigned>(a.sequences * groups));
+    const size_t shared =
+        carved(kNibbles * kEntries * sizeof(float4), kNibbles * kThreads / 2, kThreads * (kRows + 1) * sizeof(float));
     const bool by_word = a.block_size % 8 == 0 && reinterpret_cast<uintptr_t>(a.codes) % 4 == 0;
-    return by_word ? launch("transform_score", transform_score_kernel<uint32_t>, grid, kThreads, shared, a.stream, a, q, tables, groups)
-                   : launch("transform_score", transform_score_kernel<uint8_t>, grid, kThreads, shared, a.stream, a, q, tables, groups);
+    return by_word
+               ? launch("transform_score", transform_score_kernel<uint32_t>, grid, kThreads, shared, a.stream, a, q, tables, groups)
+               : launch("transform_score", transform_score_kernel<uint8_t>, grid, kThreads, shared, a.stream, a, q, tables, groups);
 }

@@ -28,7 +28,8 @@ template <class T> __global__ void __launch_bounds__(kThreads) transform_write_k
         for (int i = tid; i < 2 * half * components; i += kThreads) {
             const int token = i / components, component = i % components;
             float value = 0.0f;
-            for (int dim = 0; dim < head_dim; ++dim) value += keys[token * row + dim] * encode[static_cast<int64_t>(dim) * components + component];
+            for (int dim = 0; dim < head_dim; ++dim)
+                value += keys[token * row + dim] * encode[static_cast<int64_t>(dim) * components + component];
             if (value != value) value = 0.0f;
             const int64_t at = head * components + component;
             const float *thresholds = a.thresholds + at * kLevels;
@@ -52,12 +53,14 @@ using namespace oasis;
 extern "C" int32_t oasis_transform_write(const oasis_transform_write_args *args) {
     const auto &a = *args;
     if (a.count == 0) return OASIS_OK;
-    if (a.block_size < 2 || a.block_size % 2) return fail(OASIS_INVALID, "block_size is %lld", static_cast<long long>(a.block_size));
+    if (a.block_size < 2 || a.block_size % 2)
+        return fail(OASIS_INVALID, "block_size is %lld", static_cast<long long>(a.block_size));
     if (a.count > kMaxGridX) return fail(OASIS_UNSUPPORTED, "%lld blocks at once", static_cast<long long>(a.count));
     const size_t shared = carved(a.num_nibbles * (a.block_size / 2) * static_cast<int64_t>(sizeof(uint32_t)),
                                  a.block_size * (a.head_dim + 1) * static_cast<int64_t>(sizeof(float)));
     if (int32_t status = check_shared(shared)) return status;
     return with_dtype(a.dtype, [&](auto type) {
-        return launch("transform_write", transform_write_kernel<decltype(type)>, dim3(static_cast<unsigned>(a.count)), kThreads, shared, a.stream, a);
+        return launch("transform_write", transform_write_kernel<decltype(type)>, dim3(static_cast<unsigned>(a.count)), kThreads,
+                      shared, a.stream, a);
     });
 }

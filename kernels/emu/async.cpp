@@ -5,7 +5,8 @@
 namespace emu {
 
 void copy_async(void *target, const void *source, int bytes, int source_bytes) {
-    if (reinterpret_cast<uintptr_t>(target) % 16 || reinterpret_cast<uintptr_t>(source) % 16) find("cp.async of 16 bytes that are not aligned");
+    if (reinterpret_cast<uintptr_t>(target) % 16 || reinterpret_cast<uintptr_t>(source) % 16)
+        find("cp.async of 16 bytes that are not aligned");
     if (source_bytes) shadow_access(source, static_cast<size_t>(source_bytes), Access::kRead);
     shadow_access(target, static_cast<size_t>(bytes), Access::kAsyncBegin);
     std::memset(target, 0xFF, static_cast<size_t>(bytes));

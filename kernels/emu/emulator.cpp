@@ -51,7 +51,8 @@ int in_order(int step, int pass) {
     switch (machine.order) {
     case 0: return step;
     case 1: return n - 1 - step;
-    default: return static_cast<int>((static_cast<unsigned>(step) * 37u + static_cast<unsigned>(pass) * 11u) % static_cast<unsigned>(n));
+    default:
+        return static_cast<int>((static_cast<unsigned>(step) * 37u + static_cast<unsigned>(pass) * 11u) % static_cast<unsigned>(n));
     }
 }
 
@@ -180,7 +181,8 @@ uint32_t ballot(uint32_t mask, bool predicate) {
 void run_grid(const char *kernel, Dim grid, Dim block, size_t shared_bytes, const void *closure, size_t closure_bytes,
               void (*body)(const void *)) {
     if (stacks == nullptr) {
-        void *memory = mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void *memory =
+            mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) std::abort();
         stacks = static_cast<char *>(memory);
     }
@@ -189,8 +191,8 @@ void run_grid(const char *kernel, Dim grid, Dim block, size_t shared_bytes, cons
     machine.num_threads = static_cast<int>(block.x * block.y * block.z);
     const bool fits = machine.num_threads % 32 == 0 && machine.num_threads <= kMaxThreads && shared_bytes <= kMaxShared;
     if (!fits || closure_bytes > kMaxClosure || grid.y > 65535 || grid.z > 65535)
-        return find("a launch of %d threads with %zu bytes of shared memory and a grid of %u %u %u", machine.num_threads, shared_bytes,
-                    grid.x, grid.y, grid.z);
+        return find("a launch of %d threads with %zu bytes of shared memory and a grid of %u %u %u", machine.num_threads,
+                    shared_bytes, grid.x, grid.y, grid.z);
     std::memcpy(closure_copy, closure, closure_bytes);
     kernel_body = body;
     machine.host = Fiber{};

@@ -14,10 +14,10 @@ void access(void *where, size_t bytes, size_t alignment, Access kind) {
 }
 } // namespace
 
-#define OASIS_EMU_HOOKS(bytes)                                                                                                   \
-    void __tsan_read##bytes(void *where) { access(where, bytes, bytes, Access::kRead); }                                         \
-    void __tsan_write##bytes(void *where) { access(where, bytes, bytes, Access::kWrite); }                                       \
-    void __tsan_unaligned_read##bytes(void *where) { access(where, bytes, 1, Access::kRead); }                                   \
+#define OASIS_EMU_HOOKS(bytes)                                                                                                     \
+    void __tsan_read##bytes(void *where) { access(where, bytes, bytes, Access::kRead); }                                           \
+    void __tsan_write##bytes(void *where) { access(where, bytes, bytes, Access::kWrite); }                                         \
+    void __tsan_unaligned_read##bytes(void *where) { access(where, bytes, 1, Access::kRead); }                                     \
     void __tsan_unaligned_write##bytes(void *where) { access(where, bytes, 1, Access::kWrite); }
 
 extern "C" {

@@ -110,8 +110,10 @@ const char *check(Record &r, Access access, bool shared) {
     const bool writes = access != Access::kRead;
     const uint32_t since = shared ? block_began : launch_began;
     if (at_once(since, r.written, r.writer) && !(r.atomic && access == Access::kAtomic))
-        wrong = writes ? "two threads write without a barrier between them" : "a read of what another thread writes, without a barrier between them";
-    if (r.pending && r.written >= since && access != Access::kAsyncEnd) wrong = "a cp.async has yet to write here: its wait is missing";
+        wrong = writes ? "two threads write without a barrier between them"
+                       : "a read of what another thread writes, without a barrier between them";
+    if (r.pending && r.written >= since && access != Access::kAsyncEnd)
+        wrong = "a cp.async has yet to write here: its wait is missing";
     if (!writes || access == Access::kAtomic) {
         if (shared && r.written < block_began) wrong = "a read of shared memory that nobody wrote";
         if (access == Access::kRead) note_read_by_self(since, r);
@@ -147,8 +149,10 @@ void shadow_access(const void *where, size_t bytes, Access access) {
     }
     if (Tensor *tensor = tensor_of(byte)) {
         const auto offset = static_cast<size_t>(byte - tensor->begin);
-        if (byte + bytes > tensor->end) return find("%zu bytes at byte %zu of %s, beyond its end", bytes, offset, tensor->name.c_str());
-        if (access != Access::kRead && !tensor->writable) return find("a write to byte %zu of %s, which is only read", offset, tensor->name.c_str());
+        if (byte + bytes > tensor->end)
+            return find("%zu bytes at byte %zu of %s, beyond its end", bytes, offset, tensor->name.c_str());
+        if (access != Access::kRead && !tensor->writable)
+            return find("a write to byte %zu of %s, which is only read", offset, tensor->name.c_str());
         if (tensor->writable) check_all(tensor->records.data(), offset, bytes, access, false, tensor->name.c_str());
         return;
     }

@@ -21,8 +21,8 @@ template <int kMissing> void wait_async() { emu::wait_async(kMissing); }
 inline const char *error_text(cudaError_t) { return "no error"; }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_kernel(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                          cudaStream_t, Arguments... arguments) {
+cudaError_t launch_kernel(const char *name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+                          Arguments... arguments) {
     struct Closure {
         void (*kernel)(Parameters...);
         std::tuple<Parameters...> parameters;

@@ -45,18 +45,19 @@ template <bool kTransposed> void load_matrices(uint32_t (&result)[4], const void
         const uint16_t *row;
     } mine{result, static_cast<const uint16_t *>(row)};
     emu::note_read(row, 16);
-    emu::meet(emu::kFullWarp, kTransposed ? "ldmatrix.trans" : "ldmatrix", &mine, [](void *const operands[32]) [[gnu::no_sanitize("thread")]] {
-        for (int lane = 0; lane < 32; ++lane)
-            for (int matrix = 0; matrix < 4; ++matrix) {
-                uint32_t halves[2];
-                for (int half = 0; half < 2; ++half) {
-                    const int major = lane / 4, minor = 2 * (lane % 4) + half;
-                    const int from = kTransposed ? minor : major, column = kTransposed ? major : minor;
-                    halves[half] = static_cast<const Operand *>(operands[8 * matrix + from])->row[column];
-                }
-                static_cast<Operand *>(operands[lane])->result[matrix] = halves[0] | halves[1] << 16;
-            }
-    });
+    emu::meet(emu::kFullWarp, kTransposed ? "ldmatrix.trans" : "ldmatrix", &mine,
+              [](void *const operands[32]) [[gnu::no_sanitize("thread")]] {
+                  for (int lane = 0; lane < 32; ++lane)
+                      for (int matrix = 0; matrix < 4; ++matrix) {
+                          uint32_t halves[2];
+                          for (int half = 0; half < 2; ++half) {
+                              const int major = lane / 4, minor = 2 * (lane % 4) + half;
+                              const int from = kTransposed ? minor : major, column = kTransposed ? major : minor;
+                              halves[half] = static_cast<const Operand *>(operands[8 * matrix + from])->row[column];
+                          }
+                          static_cast<Operand *>(operands[lane])->result[matrix] = halves[0] | halves[1] << 16;
+                      }
+              });
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Lane i gets of each matrix the
