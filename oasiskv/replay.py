@@ -6,7 +6,8 @@ step by step. The choices are made by the same summaries, predictors and ops as 
 on the device: a replay is for measuring quality, not for saving memory. Tests hold it against the manager.
 
 Where a sequence shares its budget, the floor follows what all layers hold after each step, which a replay, layer by layer, does
-not know. Its floors are constant; `floors_for_budget` says which ones make the texts hold what a manager would let them.
+not know. It is told the floors; `floors_for_budget` says which ones fill the budget at every step. A manager, which learns of a
+burst when it has come, stays behind that.
 """
 
 from __future__ import annotations
