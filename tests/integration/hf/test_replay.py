@@ -71,7 +71,7 @@ def test_tokens_one_by_one(family, predictor, summary, correction):
 def test_a_shared_budget_while_its_floor_stands_still(predictor, monkeypatch):
     """The floors of a replay are constant, and its slots never run out."""
     monkeypatch.setattr("oasiskv.selected._RATE", 0.0)
-    monkeypatch.setattr("oasiskv.selected._SPARE", 0.5)
+    monkeypatch.setattr("oasiskv.selected._SPARE", 0.8)
     monkeypatch.setattr("oasiskv.replay.Replay.floors_for_budget", lambda replay: replay._floors)
     model, ids = tiny("llama"), prompt(1, PROMPT + TOKENS)
     config = narrow(predictor=predictor, budget_per="sequence")
