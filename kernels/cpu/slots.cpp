@@ -39,8 +39,7 @@ struct Exchange {
             for (int64_t c = 0; c < a.places_per_head; ++c) {
                 const int64_t at = (sequence * a.kv_heads + h) * a.places_per_head + c;
                 int64_t &slot = slots[h * a.places_per_head + c];
-                const bool emptied = a.kept[at] < 0 && (a.resident == nullptr || a.resident[at] >= 0);
-                if (!emptied || slot < 0 || filled_anew[static_cast<size_t>(c)]) continue;
+                if (a.kept[at] >= 0 || slot < 0 || filled_anew[static_cast<size_t>(c)]) continue;
                 if (*count == a.capacity) return false;
                 stack[(*count)++] = slot;
                 slot = OASIS_EMPTY;

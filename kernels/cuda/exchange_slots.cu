@@ -18,14 +18,14 @@ __global__ void __launch_bounds__(kThreads) exchange_slots_kernel(oasis_exchange
         for (int64_t i = tid; i < filled; i += kThreads) granted[i] = OASIS_EMPTY;
         return;
     }
-    const int64_t *kept = a.kept + sequence * own_places, *resident = a.resident ? a.resident + sequence * own_places : nullptr;
+    const int64_t *kept = a.kept + sequence * own_places;
     int64_t *slots = a.slots + row * own_places, *stack = a.free_slots + row * a.capacity;
     int64_t depth = at_most(at_least(a.free_count[row], int64_t{0}), a.capacity);
 
     // Slots of places that stay empty go onto the stack, in the order of heads and places.
     for (int64_t first = 0; first < own_places; first += kThreads) {
         const int64_t i = first + tid;
-        bool given = i < own_places && kept[i] < 0 && slots[i] >= 0 && (resident == nullptr || resident[i] >= 0);
+        bool given = i < own_places && kept[i] < 0 && slots[i] >= 0;
         for (int64_t swap = 0; given && swap < a.swaps; ++swap) given = wanted[i / places * a.swaps + swap] != i % places;
         int total;
         const int64_t top = depth + count_before(given, partial, total);

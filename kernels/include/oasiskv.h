@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-#define OASIS_ABI_VERSION 2
+#define OASIS_ABI_VERSION 3
 #define OASIS_EMPTY (-1)
 
 enum oasis_status {
@@ -225,7 +225,6 @@ typedef struct {
     int64_t *free_slots;     /* (table_rows, F), written: a stack per row */
     int64_t *free_count;     /* (table_rows,), written: how many of the stack are in use, F at most */
     const int64_t *rows;     /* (S,), none twice */
-    const int64_t *resident; /* (S, H, C), or null: a place gives its slot back only if it held a block before */
     const int64_t *kept;     /* (S, H, C) */
     const int64_t *places;   /* (S, H, K) */
     int64_t *granted;        /* (S, H, K) */

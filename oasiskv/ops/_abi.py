@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from struct import Struct
 
-VERSION = 2
+VERSION = 3
 
 OK = 0
 INVALID = 1
@@ -34,7 +34,7 @@ _top_missing = Struct("@PPPPPPqqqqqqPPq0q")
 
 _select = Struct("@PPPPPPPPPPPqqqqqqqqPPqff0q")
 
-_exchange_slots = Struct("@PPPPPPPPqqqqqqqP0q")
+_exchange_slots = Struct("@PPPPPPPqqqqqqqP0q")
 
 _minmax_write = Struct("@PPPqqqqqqqqqqP0q")
 
@@ -373,7 +373,6 @@ def exchange_slots(
     free_slots: int,
     free_count: int,
     rows: int,
-    resident: int,
     kept: int,
     places: int,
     granted: int,
@@ -392,7 +391,6 @@ def exchange_slots(
         free_slots,
         free_count,
         rows,
-        resident,
         kept,
         places,
         granted,

@@ -160,7 +160,6 @@ class Selection:
             free_slots=free.data_ptr(),
             free_count=count.data_ptr(),
             rows=rows.data_ptr(),
-            resident=0,
             kept=kept.data_ptr(),
             places=places.data_ptr(),
             granted=granted.data_ptr(),

@@ -229,7 +229,6 @@ class Calls:
             free_slots=free,
             free_count=count,
             rows=rows,
-            resident=0,
             kept=kept,
             places=places,
             granted=granted,

@@ -119,15 +119,3 @@ def test_a_row_outside_of_the_tables_gets_nothing(emulator):
     granted = Calls(emulator).exchange_slots(slots, free, count, torch.tensor([4]), kept, wanted)
     assert (granted == -1).all()
     assert count.item() == 2
-
-
-def test_only_places_that_held_a_block_give_their_slots_back(emulator):
-    slots, free, count = torch.tensor([[[7, 8]]]), torch.zeros(1, 2, dtype=torch.int64), torch.tensor([0])
-    nothing = torch.full((1, 1, 2), -1)
-    fields = {"table_rows": 1, "capacity": 2, "sequences": 1, "kv_heads": 1, "places_per_head": 2, "swaps": 0}
-    tables = {"slots": slots, "free_slots": free, "free_count": count, "rows": torch.tensor([0]), "kept": nothing}
-    nobody = {"places": nothing[..., :0], "granted": nothing[..., :0]}
-    emulator.run("exchange_slots", **tables, **nobody, resident=torch.tensor([[[-1, 3]]]), **fields)
-    assert slots.flatten().tolist() == [7, -1]
-    assert count.item() == 1
-    assert free[0, 0] == 8
