@@ -118,12 +118,13 @@ def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], f
     source = arena_slots(rooms, [sequence.pages[block] for block in blocks])
     target = pool_slots(rooms, [sequence.strips[place] for place in places])
     tail_place = place_of(config, sequence.length // size, dense)
+    tail_target = pool_slots(rooms, sequence.strips[tail_place : tail_place + 1])  # none is held if the tail is empty
+    chosen = sparse_rows(rooms, [sequence])
     for layer, content in enumerate(tail):
         arena = rooms.arena.layers[layer]
         ops.copy_blocks(arena, pool, source, target[layer])
         if sequence.phase is Phase.SPARSE:
-            chosen = sparse_rows(rooms, [sequence])
             selected, there = rooms.sets.selected.read(layer, chosen.rows)
             ops.copy_blocks(arena, pool, chosen.arena_slots(selected), there)
         if content is not None:
-            pool[pool_slots(rooms, [sequence.strips[tail_place]])[layer, 0]] = content
+            pool[tail_target[layer, 0]] = content
