@@ -29,6 +29,26 @@ class ArenaExhausted(CapacityError):
     """The host arena has no free slots (`arena_bytes`)."""
 
 
+class TierError(OasisError):
+    """Base of what goes wrong with a tier store."""
+
+
+class TierUnavailable(TierError, ConnectionError):
+    """A tier store cannot work now: its medium fails, or its peer does not answer. Trying again later may help."""
+
+
+class TierFull(TierError, CapacityError):
+    """A tier store has no room (`limit`, or its medium) and cannot make any."""
+
+
+class LayoutMismatch(TierError, ValueError):
+    """What a tier store holds was written for another segment layout, or by another version."""
+
+
+class SegmentLost(TierError, LookupError):
+    """KV that a sequence needs whole is missing or damaged in the tier store, and nowhere else."""
+
+
 class WorkerError(OasisError, RuntimeError):
     """A background lane failed. `__cause__` holds the exception of the lane."""
 

@@ -1,0 +1,38 @@
+"""Refuses arguments that break the contract of tier stores, before a byte is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InputError
+from .segments import Read, SegmentKey, SegmentLayout, TierTraits
+
+
+def check_objects(objects: Sequence[tuple[SegmentKey, memoryview]], layout: SegmentLayout, traits: TierTraits) -> None:
+    """Raises `InputError` unless these can be stored."""
+    _check_batch(len(objects), traits)
+    for key, data in objects:
+        _check_buffer(f"the object of {key}", data, layout)
+
+
+def check_reads(reads: Sequence[Read], layout: SegmentLayout, traits: TierTraits) -> None:
+    """Raises `InputError` unless these can be read."""
+    _check_batch(len(reads), traits)
+    for read in reads:
+        _check_buffer(f"the buffer for {read.key}", read.into, layout)
+        if read.into.readonly:
+            raise InputError(f"the buffer for {read.key} is read-only; pass a writable memoryview")
+        if read.offset < 0 or read.offset % layout.slot_bytes:
+            raise InputError(f"offset is {read.offset} in {read.key}; it must be a multiple of slot_bytes, {layout.slot_bytes}")
+
+
+def _check_batch(count: int, traits: TierTraits) -> None:
+    if traits.max_batch is not None and count > traits.max_batch:
+        raise InputError(f"a call has {count} entries; this store takes at most {traits.max_batch} (traits.max_batch)")
+
+
+def _check_buffer(what: str, buffer: memoryview, layout: SegmentLayout) -> None:
+    if not isinstance(buffer, memoryview) or not buffer.c_contiguous or buffer.itemsize != 1:
+        raise InputError(f"{what} is {buffer!r}; it must be a contiguous memoryview of bytes")
+    if not buffer.nbytes or buffer.nbytes % layout.slot_bytes:
+        raise InputError(f"{what} has {buffer.nbytes} bytes; it must be a multiple of slot_bytes, {layout.slot_bytes}")
