@@ -1,25 +1,19 @@
 """The host arena: every sealed block of every sequence, in the pool's slot layout.
 
-The whole capacity is reserved as address space, one contiguous range per layer; memory is taken page by page as blocks are
-written, so the arena costs what it holds. With a CUDA device what is written is registered (page-locked) a chunk at a time,
-which avoids the power-of-two rounding of pinned allocators, and bound to the GPU's NUMA node.
+The whole capacity is reserved as address space; memory is taken page by page as blocks are written, so the arena costs what it
+holds.
 """
 
 from __future__ import annotations
 
 import heapq
-import mmap
-import os
 
 import torch
 
-from . import numa
+from . import ops
 from .errors import ArenaExhausted, ConfigError
-from .types import ModelShape
-
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_REGISTER_BYTES = 64 << 20
-"""Host memory that is page-locked at a time, over all layers."""
+from .host_memory import HostMemory, physical_bytes
+from .types import EMPTY, ModelShape
 
 
 class Arena:
@@ -28,37 +22,31 @@ class Arena:
     Pages are counted by reference, so that forks share sealed blocks.
     """
 
+    tiered = False
+    """Whether blocks may be elsewhere, so that `locate` may have to bring them in."""
+
     def __init__(self, shape: ModelShape, block_size: int, limit_bytes: int | None) -> None:
+        self.shape = shape
+        self.block_size = block_size
         self.page_bytes = shape.num_layers * shape.kv_heads * shape.slot_bytes(block_size)
-        limit = limit_bytes if limit_bytes is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limit = limit_bytes if limit_bytes is not None else physical_bytes()
         self.num_pages = limit // self.page_bytes
         if self.num_pages < 1:
             raise ConfigError(
                 f"arena_bytes is {limit}, less than one block over all layers and kv heads: {self.page_bytes} bytes"
             )
-        slots = self.num_pages * shape.kv_heads
-        layer_bytes = slots * shape.slot_bytes(block_size)
-        self._page_layer_bytes = shape.kv_heads * shape.slot_bytes(block_size)
-        self._node = numa.node_of(shape.device) if shape.device.type == "cuda" else None
-        self._pinned = shape.device.type == "cuda"
-        self._registered = [0] * shape.num_layers
-        self._register_bytes = max(1 << 20, _REGISTER_BYTES // shape.num_layers // (1 << 20) * (1 << 20))
-        self.layers: list[torch.Tensor] = []
-        for _ in range(shape.num_layers):
-            try:
-                region = mmap.mmap(-1, layer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-            except (OSError, ValueError, OverflowError) as error:
-                raise ConfigError(
-                    f"arena_bytes is {limit}, and reserving {layer_bytes} bytes of address space per layer failed ({error}); "
-                    "set arena_bytes to what the sequences need"
-                ) from error
-            if self._node is not None:
-                numa.bind(region, self._node)
-            flat = torch.frombuffer(region, dtype=shape.dtype)
-            self.layers.append(flat.view(slots, 2, block_size, shape.head_dim))
+        self._memory = HostMemory(shape, block_size, self.num_pages * shape.kv_heads)
+        self._heads = torch.arange(shape.kv_heads)
         self._free: list[int] = []
         self._high_water = 0
         self._references: dict[int, int] = {}
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """The memory of each layer, `(num_slots, 2, block_size, head_dim)`."""
+        return self._memory.layers
+
+    # Pages
 
     @property
     def used_pages(self) -> int:
@@ -67,12 +55,12 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that some sequence holds, over all layers."""
+        """Bytes of host memory that hold blocks of some sequence, over all layers."""
         return self.used_pages * self.page_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the pages that were ever written: what the process has taken from the system."""
+        """Bytes of host memory that were ever written: what the process has taken from the system."""
         return self._high_water * self.page_bytes
 
     def allocate(self, count: int) -> list[int]:
@@ -85,7 +73,7 @@ class Arena:
             )
         pages = [self._take() for _ in range(count)]
         try:
-            self._pin()
+            self._memory.pin(self._high_water * self.shape.kv_heads)
         except ArenaExhausted:
             self.release(pages)
             raise
@@ -105,8 +93,9 @@ class Arena:
         for page in pages:
             self._references[page] += 1
 
-    def release(self, pages: list[int]) -> None:
-        """Count one holder less; a page without holders is free."""
+    def release(self, pages: list[int]) -> list[int]:
+        """Count one holder less; a page without holders is free. Returns those that are."""
+        freed = []
         for page in pages:
             left = self._references[page] - 1
             if left:
@@ -114,37 +103,56 @@ class Arena:
             else:
                 del self._references[page]
                 heapq.heappush(self._free, page)
+                freed.append(page)
+        return freed
 
     def references(self, page: int) -> int:
         """Holders of a page."""
         return self._references.get(page, 0)
 
-    def _pin(self) -> None:
-        """Register what the high-water mark has reached, chunk by chunk, per layer."""
-        if not self._pinned:
-            return
-        cudart = torch.cuda.cudart()
-        wanted = self._high_water * self._page_layer_bytes
-        for layer, tensor in enumerate(self.layers):
-            while self._registered[layer] < wanted:
-                start = self._registered[layer]
-                size = min(self._register_bytes, tensor.numel() * tensor.itemsize - start)
-                error = int(cudart.cudaHostRegister(tensor.data_ptr() + start, size, 0))
-                if error:
-                    raise ArenaExhausted(
-                        f"page-locking {size} bytes of the arena failed with CUDA error {error}; lower arena_bytes"
-                    )
-                self._registered[layer] = start + size
+    # Blocks
+
+    def new_slots(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Where the blocks of pages `(n,)` that were allocated and not sealed yet are to be written, `(n, kv_heads)`."""
+        return pages[:, None] * self.shape.kv_heads + self._heads.to(pages.device)
+
+    def write(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Fill such pages: `blocks` is `(n, kv_heads, 2, block_size, head_dim)`, on any device."""
+        slots = self.new_slots(layer, pages).flatten()
+        self.layers[layer][slots] = blocks.flatten(0, 1).to(self.layers[layer].device)
+
+    def sealed(self, pages: list[int], first: int) -> None:
+        """The blocks of a sequence, from `first` on, are written in all layers, and belong to it now."""
+
+    def locate(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Where blocks lie: `(S, kv_heads, K)` pages to slots of `layers[layer]`; `EMPTY` stays `EMPTY`, and is the answer for
+        a block that cannot be had. They stay there until the end of the next step."""
+        slots = pages * self.shape.kv_heads + self._heads.to(pages.device)[:, None]
+        return torch.where(pages >= 0, slots, EMPTY)
+
+    def read(self, layer: int, pages: list[int]) -> torch.Tensor:
+        """Blocks of all heads, `(n, kv_heads, 2, block_size, head_dim)` on the host. Raises `TierError` where one is lost."""
+        by_page = self.layers[layer].view(-1, self.shape.kv_heads, *self.layers[layer].shape[1:])
+        return by_page.index_select(0, torch.tensor(pages, dtype=torch.int64))
+
+    def copy_to(self, layer: int, pages: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy blocks, `(S, kv_heads, K)` pages, to slots of the pool; pairs with an `EMPTY` are left out. Raises as `read`."""
+        ops.copy_blocks(self.layers[layer], pool, self.locate(layer, pages), slots)
+
+    def whole(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory that holds all blocks of `pages`, of any shape, and where in it: page `p` there is slots `p * kv_heads` and
+        the following. Raises as `read`."""
+        return self.layers[layer], pages
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def drain(self) -> None:
+        """Wait until what is under way to other tiers has arrived, or has failed."""
 
     def close(self) -> None:
         """Give everything back to the system."""
-        if self._pinned:
-            cudart = torch.cuda.cudart()
-            for layer, tensor in enumerate(self.layers):
-                for start in range(0, self._registered[layer], self._register_bytes):
-                    cudart.cudaHostUnregister(tensor.data_ptr() + start)
-                self._registered[layer] = 0
-        self.layers = []
+        self._memory.close()
         self._references.clear()
         self._free.clear()
         self._high_water = 0

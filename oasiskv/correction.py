@@ -44,11 +44,12 @@ class Correction:
         blocks, gain = ops.top_missing(need, selected, self._low, self._high, count)
         wanted = gain > config.correction_gain * self._rooms.shape.group_size
         wanted &= torch.arange(gain.shape[2], device=gain.device) < self._most
-        blocks = torch.where(wanted, blocks, EMPTY)
+        places = self._rooms.arena.locate(index.layer, self._sparse.pages_of(torch.where(wanted, blocks, EMPTY)))
+        blocks = torch.where(places >= 0, blocks, EMPTY)
         read = (blocks >= 0).sum(2)
         self._rooms.counters.add(corrected_blocks=read.sum())
         self._rooms.counters.keep_largest(most_corrected_blocks=read.max())
-        return blocks, self._sparse.arena_slots(blocks)
+        return blocks, places
 
     def count_coverage(self, index: LayerIndex, queries: torch.Tensor, held: torch.Tensor, lse: torch.Tensor) -> None:
         """Count the share of attention that fell on what the rows saw: their exact logsumexp `(S, R, query_heads)` against the

@@ -155,7 +155,8 @@ class DecodeRows:
                     summarised_strips.append(strip)
                     self._summarised_pages.append(page)
         self._seal_count = len(pages)
-        self._seal_source, self._seal_target = layout.pool_slots(self._rooms, strips), layout.arena_slots(self._rooms, pages)
+        self._seal_source = layout.pool_slots(self._rooms, strips)
+        self._seal_pages = torch.tensor(pages, dtype=torch.int64, device=self._rooms.shape.device)
         self._summary_source = layout.pool_slots(self._rooms, summarised_strips)
         self._summary_pages = torch.tensor(self._summarised_pages, dtype=torch.int64, device=self._rooms.shape.device)
 
@@ -278,7 +279,8 @@ class DecodeRows:
             return
         rooms = self._rooms
         pool = rooms.pool.slots
-        ops.copy_blocks(pool, rooms.arena.layers[layer], self._seal_source[layer], self._seal_target)
+        target = rooms.arena.new_slots(layer, self._seal_pages)
+        ops.copy_blocks(pool, rooms.arena.layers[layer], self._seal_source[layer], target)
         rooms.counters.add(stored_blocks=self._seal_count * rooms.shape.kv_heads)
         if self._summarised_pages:
             rooms.summary.write(layer, self._summary_pages, pool[self._summary_source[layer]][:, :, 0])
@@ -338,6 +340,7 @@ class DecodeRows:
             if new:
                 rooms.sets.set_pages(sequence.row, len(sequence.pages), new)
                 sequence.pages.extend(new)
+                rooms.arena.sealed(sequence.pages, len(sequence.pages) - len(new))
                 if sequence.phase is Phase.SPARSE:
                     sequence.summarised = len(sequence.pages)
             sequence.length += tokens

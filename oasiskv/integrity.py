@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import IntegrityError
-from .layout import arena_slots, pool_slots, selected_slots, sparse_rows
+from .layout import pool_slots, selected_slots, sparse_rows
 from .sequence import Phase, Sequence
+from .types import EMPTY
 from .working_set import place_of, window_start
 
 if TYPE_CHECKING:
@@ -108,14 +109,16 @@ def _check_residents(manager: KVManager, sequence: Sequence) -> None:
     dense = sequence.phase is Phase.DENSE
     places = [block if block < config.sink_blocks else place_of(config, block, dense) for block in blocks]
     pool_table = pool_slots(rooms, [sequence.strips[place] for place in places])
-    arena_table = arena_slots(rooms, [sequence.pages[block] for block in blocks]).flatten()
-    for layer, arena in enumerate(rooms.arena.layers):
-        here, there = pool_table[layer].flatten(), arena_table
+    pages = torch.tensor([sequence.pages[block] for block in blocks], dtype=torch.int64, device=rooms.shape.device)
+    for layer in range(rooms.shape.num_layers):
+        slots, source = pool_table[layer].t(), pages.expand(rooms.shape.kv_heads, -1)
         if sequence.phase is Phase.SPARSE:
             sparse = sparse_rows(rooms, [sequence])
-            selected, slots = rooms.sets.selected.read(layer, sparse.rows)
-            listed = selected >= 0
-            here = torch.cat([here, slots[listed]])
-            there = torch.cat([there, sparse.arena_slots(selected)[listed]])
-        same = rooms.pool.slots[here].to(arena.device) == arena[there.to(arena.device)]
+            selected, there = rooms.sets.selected.read(layer, sparse.rows)
+            slots, source = torch.cat([slots, there[0]], 1), torch.cat([source, sparse.pages_of(selected)[0]], 1)
+        wanted = torch.empty((slots.numel(), *rooms.pool.slots.shape[1:]), dtype=rooms.shape.dtype, device=rooms.shape.device)
+        numbers = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
+        rooms.arena.copy_to(layer, source[None], wanted, torch.where(slots >= 0, numbers, EMPTY)[None])
+        listed = (slots >= 0).flatten()
+        same = rooms.pool.slots[slots.flatten()[listed]] == wanted[listed]
         _require(bool(same.all()), f"sequence in row {sequence.row}: a resident block of layer {layer} differs from the arena")

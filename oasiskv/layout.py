@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from . import ops
 from .refresh import Rooms, SparseRows
 from .sequence import Phase, Sequence
 from .working_set import place_of, window_start
 
 STAGED_BLOCKS = 512
 """Blocks of one layer that are staged on the device at a time on their way from the arena."""
-
-
-def arena_slots(rooms: Rooms, pages: list[int]) -> torch.Tensor:
-    """Slots of pages for all heads, `(count, kv_heads)`, the same in every layer."""
-    heads = rooms.shape.kv_heads
-    first = torch.tensor(pages, dtype=torch.int64, device=rooms.shape.device)[:, None] * heads
-    return first + torch.arange(heads, device=rooms.shape.device)
 
 
 def pool_slots(rooms: Rooms, strips: list[int]) -> torch.Tensor:
@@ -34,12 +26,9 @@ def selected_slots(rooms: Rooms, strips: list[int]) -> torch.Tensor:
 
 def sealed(rooms: Rooms, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
     """Sealed blocks on the device, `(end - start, kv_heads, 2, block_size, head_dim)`."""
-    arena = rooms.arena.layers[layer]
     if rooms.shape.device.type == "cuda":
         torch.cuda.current_stream(rooms.shape.device).synchronize()  # the host reads what kernels may yet be sealing
-    pages = torch.tensor(sequence.pages[start:end], dtype=torch.int64)
-    by_page = arena.view(-1, rooms.shape.kv_heads, *arena.shape[1:])
-    return by_page.index_select(0, pages).to(rooms.shape.device)
+    return rooms.arena.read(layer, sequence.pages[start:end]).to(rooms.shape.device)
 
 
 def sealed_keys(rooms: Rooms, sequence: Sequence, layer: int, start: int, end: int) -> torch.Tensor:
@@ -115,16 +104,16 @@ def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], f
     else:
         blocks, places = [], []
     pool = rooms.pool.slots
-    source = arena_slots(rooms, [sequence.pages[block] for block in blocks])
+    own = torch.tensor([sequence.pages[block] for block in blocks], dtype=torch.int64, device=rooms.shape.device)
+    source = own.expand(1, rooms.shape.kv_heads, -1)
     target = pool_slots(rooms, [sequence.strips[place] for place in places])
     tail_place = place_of(config, sequence.length // size, dense)
     tail_target = pool_slots(rooms, sequence.strips[tail_place : tail_place + 1])  # none is held if the tail is empty
     chosen = sparse_rows(rooms, [sequence])
     for layer, content in enumerate(tail):
-        arena = rooms.arena.layers[layer]
-        ops.copy_blocks(arena, pool, source, target[layer])
+        rooms.arena.copy_to(layer, source, pool, target[layer].t()[None])
         if sequence.phase is Phase.SPARSE:
             selected, there = rooms.sets.selected.read(layer, chosen.rows)
-            ops.copy_blocks(arena, pool, chosen.arena_slots(selected), there)
+            rooms.arena.copy_to(layer, chosen.pages_of(selected), pool, there)
         if content is not None:
             pool[tail_target[layer, 0]] = content

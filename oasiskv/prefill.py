@@ -56,8 +56,7 @@ class PrefillRows:
         start, end = self._first * size, self._length // size * size
         if end > start:
             sealed = both[:, :, start:end].reshape(2, shape.kv_heads, -1, size, shape.head_dim).permute(2, 1, 0, 3, 4)
-            arena = rooms.arena.layers[layer]
-            arena.view(-1, shape.kv_heads, *arena.shape[1:])[self._page_index] = sealed.to(arena.device)
+            rooms.arena.write(layer, self._page_index, sealed)
             rooms.counters.add(stored_blocks=len(self._pages) * shape.kv_heads)
         tail = None
         if self._length > end:
@@ -70,6 +69,7 @@ class PrefillRows:
         manager, sequence = self._manager, self.sequence
         manager.rooms.sets.set_pages(sequence.row, self._first, self._pages)
         sequence.pages.extend(self._pages)
+        manager.rooms.arena.sealed(sequence.pages, self._first)
         sequence.length = self._length
         if not self._dense:
             # A sparse sequence chooses anew: what the new text looks at may be anywhere.

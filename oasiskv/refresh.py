@@ -37,7 +37,7 @@ class LayerIndex:
 
     def __init__(self, rooms: Rooms, layer: int, pages: torch.Tensor, num_blocks: torch.Tensor, scale: float) -> None:
         self._rooms = rooms
-        self._layer = layer
+        self.layer = layer
         self._pages = pages
         self._num_blocks = num_blocks
         self._scale = scale
@@ -52,13 +52,14 @@ class LayerIndex:
 
     def _scored(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._last is None or self._last[0] is not queries:
-            logits = self._rooms.summary.score(self._layer, queries, self._pages, self._scale)
+            logits = self._rooms.summary.score(self.layer, queries, self._pages, self._scale)
             self._last = (queries, logits, ops.block_mass(logits, self._num_blocks, self._rooms.shape.kv_heads))
         return self._last
 
     def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
         kv_heads = self._rooms.shape.kv_heads
-        logits = ops.exact_logits(queries, self._rooms.arena.layers[self._layer], self._pages, kv_heads, self._scale)
+        blocks, pages = self._rooms.arena.whole(self.layer, self._pages)
+        logits = ops.exact_logits(queries, blocks, pages, kv_heads, self._scale)
         return ops.block_mass(logits, self._num_blocks, kv_heads)
 
 
@@ -84,12 +85,10 @@ class SparseRows:
     pages: torch.Tensor
     num_blocks: torch.Tensor
 
-    def arena_slots(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Where blocks `(S, H, K)` lie in the arena; `EMPTY` stays `EMPTY`."""
-        heads = blocks.shape[1]
-        pages = self.pages[:, None, :].expand(-1, heads, -1).gather(2, blocks.clamp(min=0))
-        slots = pages * heads + torch.arange(heads, device=blocks.device)[:, None]
-        return torch.where((blocks >= 0) & (pages >= 0), slots, EMPTY)
+    def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The pages of blocks `(S, H, K)`; `EMPTY` stays `EMPTY`."""
+        pages = self.pages[:, None, :].expand(-1, blocks.shape[1], -1).gather(2, blocks.clamp(min=0))
+        return torch.where(blocks >= 0, pages, EMPTY)
 
 
 class Refresh:
@@ -150,6 +149,21 @@ class Refresh:
             KEPT_ABOVE,
         )
         rooms.counters.add(wanted_blocks=counts[:, 1].sum(), resident_blocks=counts[:, 0].sum())
+        self._fetch(selected.blocks[layer][rows])
+
+    def _fetch(self, resident: torch.Tensor) -> None:
+        """Bring the chosen blocks to the arena if they are not there. What cannot be had is not loaded, and the block whose
+        place it was to take stays."""
+        arena = self._rooms.arena
+        self._arena_slots = arena.locate(self.layer, self._sparse.pages_of(self._blocks))
+        if arena.tiered:
+            failed = (self._arena_slots < 0) & (self.places >= 0)
+            count = resident.shape[2]
+            stay = torch.nn.functional.pad(torch.zeros_like(resident, dtype=torch.bool), (0, 1))
+            stay.scatter_(2, torch.where(failed, self.places, count), True)
+            self._kept = torch.where(stay[..., :count], resident, self._kept)
+            self.places = torch.where(failed, EMPTY, self.places)
+            self._blocks = torch.where(failed, EMPTY, self._blocks)
 
     def mark(self) -> None:
         selected, rows = self._rooms.sets.selected, self._sparse.rows
@@ -157,8 +171,7 @@ class Refresh:
 
     def transfer(self) -> None:
         rooms = self._rooms
-        arena_slots = self._sparse.arena_slots(self._blocks)
-        ops.copy_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, arena_slots, self._slots)
+        ops.copy_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, self._arena_slots, self._slots)
         resident = replaced(self._kept, self.places, self._blocks)
         rooms.sets.selected.publish(self.layer, self._sparse.rows, resident, self._stamps)
         moved = self.places >= 0
