@@ -147,6 +147,14 @@ class Arena:
     def begin_step(self) -> None:
         """A step begins."""
 
+    def tier_stats(self) -> dict[str, int]:
+        """The fields of `Stats` about the tier store."""
+        return {}
+
+    def faults(self) -> list[str]:
+        """What of the tables does not agree."""
+        return []
+
     def drain(self) -> None:
         """Wait until what is under way to other tiers has arrived, or has failed."""
 

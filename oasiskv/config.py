@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Literal
@@ -15,6 +16,10 @@ _BURST = 4
 
 _SHARES = 2
 """How many times its share of a sequence's slots one head may take."""
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,12 @@ class OasisConfig:
         on_late: what a layer does when its background move is not done: "wait" for it, or "skip" it and count.
         workers: background threads; 0 runs the background work inline, in the caller's thread.
         pool_bytes: size of the device pool, allocated at once; `None` grows it to exactly what the sequences need.
-        arena_bytes: most bytes of the host arena; `None` means the machine's physical memory. Only what is used is taken.
+        arena_bytes: most bytes of the host arena; `None` means the machine's physical memory, or half of it with a tier store
+            below. Only what is used is taken.
+        tier: where blocks go that the arena has no room for: the location of a tier store, such as
+            "file:/var/cache/kv?limit=100GiB" (entry-point group `oasiskv.tier_stores`), or several, from fast to slow. Every
+            sealed block is stored there; the arena then keeps what was used lately. `None`: the arena holds everything.
+        segment_blocks: consecutive blocks that are stored together, in objects of one layer and all kv heads.
         poison_freed: overwrite freed slots with NaN, so that a stale read shows. For tests.
     """
 
@@ -66,10 +76,12 @@ class OasisConfig:
     workers: int = 1
     pool_bytes: int | None = None
     arena_bytes: int | None = None
+    tier: str | Sequence[str] | None = None
+    segment_blocks: int = 16
     poison_freed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("budget_tokens", "block_size", "window_tokens"):
+        for name in ("budget_tokens", "block_size", "window_tokens", "segment_blocks"):
             self._require_int(name, minimum=1)
         for name in ("sink_tokens", "max_new_blocks", "correction_blocks", "workers"):
             self._require_int(name, minimum=0)
@@ -88,6 +100,10 @@ class OasisConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value!r}; it is a share of a selected block's mean mass, a number of at least 0")
+        if isinstance(self.tier, list):
+            object.__setattr__(self, "tier", tuple(self.tier))
+        if not isinstance(self.tier, str | tuple | None) or self.tier in ("", ()) or not all(map(_is_text, self.tiers)):
+            raise ConfigError(f"tier is {self.tier!r}; it must be the location of a tier store, several of them, or None")
         if not isinstance(self.poison_freed, bool):
             raise ConfigError(f"poison_freed is {self.poison_freed!r}; it must be True or False")
         if self.budget_per not in ("head", "sequence"):
@@ -117,6 +133,11 @@ class OasisConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Locations of tier stores, from fast to slow."""
+        return (self.tier,) if isinstance(self.tier, str) else tuple(self.tier or ())
 
     @property
     def sink_blocks(self) -> int:

@@ -25,6 +25,11 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; no copy."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
 class HostMemory:
     """`layers[l]` is `(num_slots, 2, block_size, head_dim)`."""
 

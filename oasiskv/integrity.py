@@ -51,6 +51,8 @@ def _check_strips(manager: KVManager) -> None:
 
 def _check_pages(manager: KVManager) -> None:
     arena = manager.rooms.arena
+    faults = arena.faults()
+    _require(not faults, f"the arena: {'; '.join(faults)}")
     holders = Counter(page for sequence in manager.sequences for page in sequence.pages)
     for page, count in holders.items():
         _require(arena.references(page) == count, f"page {page} has {count} holders and counts {arena.references(page)}")

@@ -11,7 +11,6 @@ import torch
 
 from . import layout, ops, registry, room
 from .abc import KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
-from .arena import Arena
 from .config import OasisConfig
 from .errors import InputError, OasisError, StateError
 from .integrity import check_integrity
@@ -20,9 +19,11 @@ from .pool import Pool
 from .refresh import Rooms
 from .scheduler import InlineScheduler, ThreadScheduler
 from .sequence import Phase, Sequence
-from .settling import refit_outgrown
+from .settling import become_dense, lay_out_again, refit_outgrown
 from .step import Step
 from .streams import StreamScheduler
+from .tiered_arena import make_arena
+from .tiers.abc import TierStore
 from .types import ModelShape
 from .working_set import WorkingSets, window_start
 
@@ -58,6 +59,7 @@ class KVManager:
         config: settings; the defaults if `None`.
         scheduler: runs the background work; by default as `config.workers` says.
         projection: how the model makes queries, for predictors that look a layer ahead (`Step.hint`).
+        tier: a store below the arena, in place of `config.tier`; made for `SegmentLayout.of(shape, config)` and not open yet.
     """
 
     @_persistent
@@ -67,6 +69,7 @@ class KVManager:
         config: OasisConfig | None = None,
         scheduler: TransferScheduler | None = None,
         projection: QueryProjection | None = None,
+        tier: TierStore | None = None,
     ) -> None:
         config = config or OasisConfig()
         self.shape = shape
@@ -79,7 +82,7 @@ class KVManager:
             shape=shape,
             config=config,
             pool=Pool(shape, config.block_size, config.pool_bytes, config.poison_freed),
-            arena=Arena(shape, config.block_size, config.arena_bytes),
+            arena=make_arena(shape, config, tier),
             sets=WorkingSets(shape, config, predictor.prompt_rows),
             summary=summary,
             predictor=predictor,
@@ -154,7 +157,13 @@ class KVManager:
 
     @_persistent
     def crop(self, sequence: Sequence, length: int) -> None:
-        """Forget the tokens from `length` on. Raises `InputError` when there are no `length` tokens."""
+        """Forget the tokens from `length` on.
+
+        Raises:
+            InputError: there are no `length` tokens.
+            TierError: blocks that must be read are lost, or the tier store fails. The sequence is as it was if the tail block
+                is among them, and is cropped otherwise.
+        """
         self._check_idle(sequence)
         if not 0 <= length <= sequence.length:
             raise InputError(f"crop to {length} tokens, but the sequence has {sequence.length}; pass 0 to {sequence.length}")
@@ -170,11 +179,12 @@ class KVManager:
         sequence.summarised = min(sequence.summarised, sealed)
         sequence.length = length
         if sequence.phase is not Phase.DENSE and length <= self.config.budget_tokens:
-            self.rooms.sets.selected.clear(sequence.row)
-            sequence.phase = Phase.DENSE
-        self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
-        room.trim(self, sequence)
-        layout.lay_out(self.rooms, sequence, tail)
+            become_dense(self, sequence, tail)
+            room.trim(self, sequence)
+        else:
+            self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
+            room.trim(self, sequence)
+            lay_out_again(self, sequence, tail)
 
     # Steps
 
@@ -194,6 +204,7 @@ class KVManager:
             InputError: lengths that do not fit, no tokens, more drafts than tokens less one.
             PoolExhausted, ArenaExhausted: before a token is taken; sequences may have turned sparse to make room for others.
             StateError: another step is open.
+            TierError: blocks that a sequence needs to turn sparse are lost, or the tier store fails.
         """
         self._check_open()
         if self._open is not None:
@@ -214,6 +225,7 @@ class KVManager:
                 raise InputError(f"num_drafts is {draft} of {tokens} tokens; at least one token must not be a draft")
         refit_outgrown(self, list(sequences))
         self.step_number += 1
+        self.rooms.arena.begin_step()
         self._open = Step(self, list(sequences), list(num_tokens), drafts)
         return self._open
 
@@ -266,6 +278,7 @@ class KVManager:
             moved_bytes_per_token=moved * self.shape.slot_bytes(self.config.block_size) / max(1, int(counters.decoded_tokens)),
             most_new_blocks=int(counters.most_new_blocks),
             most_corrected_blocks=int(counters.most_corrected_blocks),
+            **rooms.arena.tier_stats(),
         )
 
     # Life
@@ -286,6 +299,11 @@ class KVManager:
             if ticket is not None:
                 self.tickets[layer] = None
                 ticket.wait()
+
+    def flush(self) -> None:
+        """Wait until the sealed segments are in the tier store, or it fails. Nothing to do without one."""
+        self._check_open()
+        self.rooms.arena.drain()
 
     def close(self) -> None:
         """Stop the background lanes and give all memory back. Idempotent; every later call raises `StateError`."""

@@ -56,6 +56,9 @@ class Stats:
         hit_rate: share of the wanted blocks that were resident when they were wanted.
         coverage: mean share of attention that fell on what the rows saw; the unseen rest is as the summary estimates it. 1 if
             nothing was estimated: it needs `correction_blocks`.
+        tier_bytes: what the tier store below the arena holds of it.
+        fetched_blocks: blocks that came back from there; `lost_blocks` did not, since they were missing or the store failed;
+            `corrupt_blocks` were damaged, and `quarantined_blocks` waited for a transfer that was given up.
         late_blocks: blocks left out because their move was not done; `late_layers` counts the layers that did not wait.
         loaded_blocks, corrected_blocks, stored_blocks: blocks moved to the pool, read in place, and written to the arena.
         moved_bytes_per_token: host-to-device bytes per decoded token: loads and in-place reads.
@@ -85,6 +88,11 @@ class Stats:
     moved_bytes_per_token: float
     most_new_blocks: int
     most_corrected_blocks: int
+    tier_bytes: int = 0
+    fetched_blocks: int = 0
+    lost_blocks: int = 0
+    corrupt_blocks: int = 0
+    quarantined_blocks: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -98,6 +106,10 @@ class Stats:
     def __str__(self) -> str:
         share = self.device_bytes / self.full_kv_bytes if self.full_kv_bytes else 0.0
         mib = 1 / (1 << 20)
+        tier = (
+            f"tier store         {self.tier_bytes * mib:.1f} MiB; {self.fetched_blocks} blocks fetched, "
+            f"{self.lost_blocks} not to be had, {self.corrupt_blocks} damaged, {self.quarantined_blocks} quarantined",
+        )
         return "\n".join(
             (
                 f"sequences          {self.sequences} ({self.sparse_sequences} sparse), {self.tokens} tokens",
@@ -110,5 +122,6 @@ class Stats:
                 f"moved              {self.moved_bytes_per_token / 1024:.1f} KiB per decoded token "
                 f"({self.loaded_blocks} blocks loaded, {self.corrected_blocks} read in place)",
                 f"late               {self.late_blocks} blocks, {self.late_layers} layers",
+                *(tier if self.tier_bytes or self.fetched_blocks else ()),
             )
         )

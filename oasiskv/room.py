@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .sequence import Phase, Sequence
-from .settling import settle
+from .settling import become_dense, settle
 
 if TYPE_CHECKING:
     from .manager import KVManager
@@ -52,9 +52,14 @@ def make_room(
 
     Raises:
         PoolExhausted: with all sequences sparse there would still be too few strips. Nothing has changed then.
+        TierError: blocks that must be read are lost.
     """
     config = manager.config
     size, budget = config.block_size, config.budget_blocks
+    for sequence, tokens in zip(sequences, num_tokens, strict=True):
+        # Rejected drafts, or a step that was aborted, made it sparse.
+        if sequence.phase is not Phase.DENSE and sequence.length + tokens <= config.budget_tokens:
+            become_dense(manager, sequence)
     claims = [
         _Claim(
             sequence,

@@ -9,6 +9,7 @@ import torch
 
 from . import layout, ops
 from .abc import KeySample
+from .errors import TierError
 from .refresh import LayerIndex
 from .sequence import Phase, Sequence
 from .types import EMPTY
@@ -22,18 +23,58 @@ def settle(manager: KVManager, sequences: list[Sequence]) -> None:
     """Choose and load the first working set of sequences that turn sparse; fit the summary if it has not been.
 
     Dense sequences are taken over as they are: their sealed blocks are in the arena already. Each holds strips for the budget.
+
+    Raises `TierError` where blocks that must be read are lost. Those that have not settled then stay unsettled.
     """
     manager.drain()
-    layers = range(manager.shape.num_layers)
-    tails = [[layout.read_tail(manager.rooms, s, layer, s.length) for layer in layers] for s in sequences]
+    waiting = [(sequence, _tail(manager, sequence)) for sequence in sequences]
     for sequence in sequences:
         layout.become_unsettled(manager.rooms, sequence)
-    _fit(manager, sequences)
-    for sequence, tail in zip(sequences, tails, strict=True):
-        _summarise(manager, sequence)
-        sequence.phase = Phase.SPARSE
-        _choose(manager, sequence)
+    try:
+        _fit(manager, sequences)
+        while waiting:
+            sequence, tail = waiting[0]
+            _summarise(manager, sequence)
+            sequence.phase = Phase.SPARSE
+            _choose(manager, sequence)
+            layout.lay_out(manager.rooms, sequence, tail)
+            del waiting[0]
+    except BaseException:
+        for sequence, tail in waiting:
+            layout.become_unsettled(manager.rooms, sequence)
+            layout.lay_out(manager.rooms, sequence, tail)
+        raise
+
+
+def unsettle(manager: KVManager, sequence: Sequence) -> None:
+    """Forget the working set of a sequence, which holds strips for the budget. No background work may run."""
+    tail = _tail(manager, sequence)
+    layout.become_unsettled(manager.rooms, sequence)
+    layout.lay_out(manager.rooms, sequence, tail)
+
+
+def become_dense(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor | None] | None = None) -> None:
+    """Lay a sequence that fits the budget out whole, in the strips it has. Raises `TierError` and leaves it unsettled."""
+    manager.drain()
+    tail = tail if tail is not None else _tail(manager, sequence)
+    manager.rooms.sets.selected.clear(sequence.row)
+    sequence.phase = Phase.DENSE
+    lay_out_again(manager, sequence, tail)
+
+
+def lay_out_again(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor | None]) -> None:
+    """As `layout.lay_out`; a sequence whose blocks are lost is unsettled when this raises `TierError`."""
+    try:
         layout.lay_out(manager.rooms, sequence, tail)
+    except TierError:
+        layout.become_unsettled(manager.rooms, sequence)
+        layout.lay_out(manager.rooms, sequence, tail)
+        raise
+
+
+def _tail(manager: KVManager, sequence: Sequence) -> list[torch.Tensor | None]:
+    layers = range(manager.shape.num_layers)
+    return [layout.read_tail(manager.rooms, sequence, layer, sequence.length) for layer in layers]
 
 
 def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
@@ -47,8 +88,12 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     manager.fitted_length = longest
     for sequence in manager.sequences:
         sequence.summarised = 0
+    for sequence in manager.sequences:
         if sequence.phase is Phase.SPARSE:
-            _summarise(manager, sequence)
+            try:
+                _summarise(manager, sequence)
+            except TierError:
+                unsettle(manager, sequence)  # the step that uses it next tries again, and says what is lost
 
 
 def refit_outgrown(manager: KVManager, sequences: list[Sequence]) -> None:

@@ -88,6 +88,7 @@ class Report:
             ("  tables", f"{stats.table_bytes * mib:.1f} MiB", ""),
             ("share of full KV", f"{stats.device_bytes / full:.1%}", "100%"),
             ("KV in host memory", f"{stats.arena_bytes * mib:.1f} MiB", ""),
+            *([("KV in the tier store", f"{stats.tier_bytes * mib:.1f} MiB", "")] if stats.tier_bytes else []),
             ("wanted blocks resident", f"{stats.hit_rate:.1%}", ""),
             ("moved per token", f"{stats.moved_bytes_per_token / 1024:.0f} KiB", ""),
             ("late blocks", str(stats.late_blocks), ""),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config import OasisConfig
 from ..errors import InputError
+from ..tiers.location import parse_bytes
 from .inputs import read_file, read_sample
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--summary", default=defaults.summary, help="key summary that ranks blocks (%(default)s)")
     parser.add_argument("--predictor", default=defaults.predictor, help="lookahead predictor (%(default)s)")
     parser.add_argument("--correction", type=int, default=defaults.correction_blocks, help="blocks read in place (%(default)s)")
+    parser.add_argument("--arena", metavar="SIZE", help="most host memory for KV, such as 512MiB (what the machine has)")
+    parser.add_argument(
+        "--tier",
+        metavar="LOCATION",
+        action="append",
+        help="a store below it, such as file:/var/cache/kv?limit=20GiB; repeatable",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to write (%(default)s)")
     parser.add_argument("--draft", metavar="prompt-lookup|MODEL", help="speculate with n-grams of the prompt, or a small model")
     parser.add_argument("--draft-tokens", type=int, default=4, help="draft tokens per step (%(default)s)")
@@ -61,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
         summary=options.summary,
         predictor=options.predictor,
         correction_blocks=options.correction,
+        arena_bytes=_size("--arena", options.arena),
+        tier=tuple(options.tier) if options.tier else None,
     )
     for name in ("max_new_tokens", "draft_tokens", "max_prompt_tokens"):
         value = getattr(options, name)
@@ -83,6 +93,15 @@ def run(options: argparse.Namespace) -> int:
             report = session.generate(prompt, config, options.max_new_tokens, PREFILL_CHUNK, progress)
     _print(report, options)
     return 0
+
+
+def _size(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    size = parse_bytes(text)
+    if size is None:
+        raise InputError(f"{option} is {text!r}; it must be a size such as 4096, 512MiB or 1.5GiB")
+    return size
 
 
 def _read(options: argparse.Namespace) -> str:

@@ -14,6 +14,13 @@ _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
+def parse_bytes(text: str) -> int | None:
+    """Bytes of `4096`, `512MiB` or `1.5 GB`; `None` for what is no size, or none of at least a byte."""
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match else 0
+    return size or None
+
+
 @dataclass
 class Location:
     """A parsed location. A store takes the options that it knows and then calls `finish`, which refuses the others.
@@ -58,8 +65,8 @@ class Location:
         text = self.option(name)
         if not text:
             return default
-        match = _SIZE.fullmatch(text.strip())
-        if match is None or (size := int(float(match[1]) * _UNITS[match[2] or "B"])) < 1:
+        size = parse_bytes(text)
+        if size is None:
             raise ConfigError(
                 f"option {name} of tier {self.text!r} is {text!r}; it must be a size such as 4096, 512MiB or 1.5GiB"
             )

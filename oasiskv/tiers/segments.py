@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from ..config import OasisConfig
 from ..errors import ConfigError, InputError
+from ..types import ModelShape
 
 _SPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,6 +63,12 @@ class SegmentLayout:
                 raise ConfigError(f"SegmentLayout.{name} is {value!r}; it must be a positive integer")
         if self.dtype not in _ITEM_BYTES:
             raise ConfigError(f"SegmentLayout.dtype is {self.dtype!r}; it must be one of {', '.join(_ITEM_BYTES)}")
+
+    @classmethod
+    def of(cls, shape: ModelShape, config: OasisConfig) -> SegmentLayout:
+        """What a `KVManager` of this shape and configuration stores."""
+        dtype = str(shape.dtype).removeprefix("torch.")
+        return cls(shape.kv_heads, config.segment_blocks, config.block_size, shape.head_dim, dtype)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from oasiskv import KVManager, Phase
+from oasiskv import KVManager
 from oasiskv.errors import CapacityError
 
 from ..unit.driver import PAGE_BYTES, SHAPE, STRIP_BYTES, Driver, Part, close_to, tiny
@@ -64,18 +64,11 @@ class ManagerMachine(RuleBasedStateMachine):
         return [Part(sequence, *sizes) for sequence, sizes in chosen.items()]
 
     def run(self, *plan):
-        """A whole step, or none at all when the room does not suffice.
-
-        What fits the budget must attend to everything, unless drafts made it turn sparse in a pool without room for them.
-        """
+        """A whole step, or none at all when the room does not suffice. What fits the budget must attend to everything."""
         for part in plan:
             part.rows = self.driver.draw(part.tokens)
         config = self.manager.config
-        within = [
-            part.sequence.length + part.tokens <= config.budget_tokens
-            and (config.pool_bytes is None or part.sequence.phase is Phase.DENSE)
-            for part in plan
-        ]
+        within = [part.sequence.length + part.tokens <= config.budget_tokens for part in plan]
         expected = [self.driver.full(p.sequence, p.rows) if full else None for p, full in zip(plan, within, strict=True)]
         try:
             outputs = self.driver.run(*plan)
@@ -242,6 +235,28 @@ class PressedMachine(ManagerMachine):
         self.run(*(Part(sequence, 1) for sequence in self.manager.sequences))
 
 
+class TieredMachine(ManagerMachine):
+    """The arena runs out, and what was not used lately is in a tier store."""
+
+    settings_drawn = st.fixed_dictionaries(
+        {
+            "summary": st.sampled_from(["minmax", "transform"]),
+            "predictor": st.sampled_from(["lookahead", "oracle"]),
+            "correction_blocks": st.integers(0, 2),
+            "workers": st.integers(0, 2),
+            "on_late": st.sampled_from(["wait", "skip"]),
+            "arena_bytes": st.integers(20, 60).map(lambda pages: pages * PAGE_BYTES),
+            "tier": st.just("memory:"),
+            "segment_blocks": st.integers(1, 4),
+        }
+    )
+
+    @precondition(lambda self: self.manager.sequences)
+    @rule()
+    def flush(self):
+        self.manager.flush()
+
+
 SETTINGS = settings(
     deadline=None,
     max_examples=40,
@@ -251,8 +266,10 @@ SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
-ManagerMachine.TestCase.settings = TightMachine.TestCase.settings = PressedMachine.TestCase.settings = SETTINGS
+for machine in (ManagerMachine, TightMachine, PressedMachine, TieredMachine):
+    machine.TestCase.settings = SETTINGS
 
 TestManager = ManagerMachine.TestCase
 TestTightManager = TightMachine.TestCase
 TestPressedManager = PressedMachine.TestCase
+TestTieredManager = TieredMachine.TestCase

@@ -1,0 +1,197 @@
+"""Sealed blocks on their way down: runs of them become segments, which a thread of its own stores below the arena."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+import xxhash
+
+from .errors import OasisError, TierFull
+from .host_memory import bytes_of
+from .tiers.lane import TierLane
+from .tiers.segments import SegmentKey, SegmentLayout
+
+_BATCH_BYTES = 8 << 20
+"""Bytes that are copied out of the arena at a time."""
+
+_PATIENCE_S = 0.5
+"""Between attempts, when a store refuses."""
+
+
+class Segment:
+    """A run of blocks of one sequence, in all layers; `pages[i]` is its `i`-th block.
+
+    Attributes:
+        checksums: xxh3 of every slot, `(num_layers, kv_heads, num_blocks)`; known once it is stored.
+        live: how many of its pages some sequence still holds.
+    """
+
+    def __init__(self, space: str, pages: list[int], layout: SegmentLayout, num_layers: int) -> None:
+        self.pages = pages
+        self.checksums = np.zeros((num_layers, layout.kv_heads, layout.num_blocks), np.uint64)
+        self.live = len(pages)
+        self.ready: torch.cuda.Event | None = None
+        self._digest = secrets.token_bytes(16)
+        self._space = space
+
+    def key(self, layer: int) -> SegmentKey:
+        """Of the object that holds a layer of it."""
+        return SegmentKey(self._space, self._digest, layer)
+
+    def keys(self) -> list[SegmentKey]:
+        """Of all layers."""
+        return [self.key(layer) for layer in range(len(self.checksums))]
+
+
+def checksum(data: memoryview) -> int:
+    """Of one slot. It finds damage; it proves no identity."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class WriteBehind:
+    """Stores segments one after another, in the order they came, and tries those again that failed.
+
+    Args:
+        read: `(layer, pages)` to the blocks of all heads, `(n, kv_heads, 2, block_size, head_dim)` in host memory.
+        done: called from the thread when a segment is stored.
+        limit_bytes: what the store may hold, asked each time; a store would make room for more by forgetting what is wanted.
+    """
+
+    def __init__(
+        self,
+        lane: TierLane,
+        layout: SegmentLayout,
+        num_layers: int,
+        read: Callable[[int, list[int]], torch.Tensor],
+        done: Callable[[Segment], None],
+        limit_bytes: Callable[[], int | None],
+    ) -> None:
+        self._lane = lane
+        self._layout = layout
+        self._num_layers = num_layers
+        self._read, self._done, self._limit_bytes = read, done, limit_bytes
+        self._queue: deque[Segment] = deque()
+        self._change = threading.Condition()
+        self._stored_bytes = 0
+        self._closed = False
+        self._error: OasisError | None = None
+        self._thread = threading.Thread(target=self._run, name="oasiskv-write-behind", daemon=True)
+        self._thread.start()
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of all layers."""
+        return self._num_layers * self._layout.segment_bytes
+
+    @property
+    def pending(self) -> int:
+        """Segments that are not stored yet."""
+        return len(self._queue)
+
+    @property
+    def error(self) -> OasisError | None:
+        """Why the last attempt failed; `None` if it did not."""
+        return self._error
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the segments that are stored and not forgotten."""
+        return self._stored_bytes
+
+    def submit(self, segment: Segment) -> None:
+        """Queue a segment; never blocks."""
+        with self._change:
+            self._queue.append(segment)
+            self._change.notify_all()
+
+    def forget(self, segment: Segment, stored: bool) -> None:
+        """Nobody holds a block of it any more."""
+        with self._change:
+            if stored:
+                self._stored_bytes -= self.segment_bytes
+        self._lane.submit_delete(segment.keys())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something was stored or has failed. False if there is nothing to wait for, or the last attempt failed."""
+        with self._change:
+            if self._error is not None or not self._queue:
+                return False
+            self._change.wait(timeout_s)
+            return self._error is None
+
+    def drain(self) -> None:
+        """Wait until all is stored, or an attempt fails."""
+        while self.wait(1.0):
+            pass
+
+    def stop(self) -> None:
+        """Forget what is queued, and end when the lane has let go of what is on its way; `join` waits for that."""
+        with self._change:
+            self._closed = True
+            self._queue.clear()
+            self._change.notify_all()
+
+    def join(self) -> None:
+        """Wait for the end of the thread. After `stop`, and after the lane was closed."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (segment := self._next()) is not None:
+            try:
+                if segment.live:
+                    self._store(segment)
+            except OasisError as error:
+                with self._change:
+                    self._error = error
+                    self._change.notify_all()
+                    self._change.wait_for(lambda: self._closed, _PATIENCE_S)
+                continue
+            with self._change:
+                self._error = None
+                if self._queue and self._queue[0] is segment:
+                    self._queue.popleft()
+                self._change.notify_all()
+
+    def _next(self) -> Segment | None:
+        with self._change:
+            self._change.wait_for(lambda: self._closed or self._queue)
+            return None if self._closed else self._queue[0]
+
+    def _store(self, segment: Segment) -> None:
+        if segment.ready is not None:
+            segment.ready.synchronize()
+        limit = self._limit_bytes()
+        if limit is not None and self._stored_bytes + self.segment_bytes > limit:
+            raise TierFull(
+                f"the sequences hold {self._stored_bytes} bytes in the tier store and need {self.segment_bytes} more, above "
+                f"its limit of {limit}: it would forget blocks that are still wanted; raise the limit, or free sequences"
+            )
+        together = max(1, _BATCH_BYTES // self._layout.segment_bytes)
+        for first in range(0, self._num_layers, together):
+            layers = range(first, min(first + together, self._num_layers))
+            self._put([(segment.key(layer), self._bytes(segment, layer)) for layer in layers])
+        with self._change:
+            self._stored_bytes += self.segment_bytes
+        self._done(segment)
+
+    def _put(self, objects: list[tuple[SegmentKey, memoryview]]) -> None:
+        ended: SimpleQueue[Exception | None] = SimpleQueue()
+        self._lane.submit_store(objects, ended.put)
+        error = ended.get()
+        if error is not None:
+            raise error
+
+    def _bytes(self, segment: Segment, layer: int) -> memoryview:
+        """The segment's object of a layer; its checksums are written down on the way."""
+        blocks = self._read(layer, segment.pages).transpose(0, 1).contiguous()
+        data = bytes_of(blocks)
+        size = self._layout.slot_bytes
+        sums = [checksum(data[start : start + size]) for start in range(0, len(data), size)]
+        segment.checksums[layer] = np.array(sums, np.uint64).reshape(segment.checksums.shape[1:])
+        return data
