@@ -9,6 +9,7 @@ import torch
 
 from .errors import IntegrityError
 from .layout import arena_slots, pool_slots, selected_slots, sparse_rows
+from .ops.reference_step import arena_slots as slots_by_page
 from .sequence import Phase, Sequence
 from .working_set import place_of, window_start
 
@@ -116,6 +117,6 @@ def _check_residents(manager: KVManager, sequence: Sequence) -> None:
             selected, slots = rooms.sets.selected.read(layer, sparse.rows)
             listed = selected >= 0
             here = torch.cat([here, slots[listed]])
-            there = torch.cat([there, sparse.arena_slots(selected)[listed]])
+            there = torch.cat([there, slots_by_page(sparse.pages, selected)[listed]])
         same = rooms.pool.slots[here].to(arena.device) == arena[there.to(arena.device)]
         _require(bool(same.all()), f"sequence in row {sequence.row}: a resident block of layer {layer} differs from the arena")

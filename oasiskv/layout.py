@@ -125,6 +125,6 @@ def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], f
         ops.copy_blocks(arena, pool, source, target[layer])
         if sequence.phase is Phase.SPARSE:
             selected, there = rooms.sets.selected.read(layer, chosen.rows)
-            ops.copy_blocks(arena, pool, chosen.arena_slots(selected), there)
+            ops.load_blocks(arena, pool, chosen.pages, selected, there)
         if content is not None:
             pool[tail_target[layer, 0]] = content

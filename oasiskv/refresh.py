@@ -14,7 +14,7 @@ from .config import OasisConfig
 from .metrics import Counters
 from .pool import Pool
 from .selected import KEPT_ABOVE
-from .types import EMPTY, ModelShape
+from .types import ModelShape
 from .working_set import WorkingSets
 
 
@@ -41,20 +41,16 @@ class LayerIndex:
         self._pages = pages
         self._num_blocks = num_blocks
         self._scale = scale
-        self._last: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
-        return self._scored(queries)[2]
+        return ops.block_mass(self.summary_logits(queries), self._num_blocks, self._rooms.shape.kv_heads)
 
     def summary_logits(self, queries: torch.Tensor) -> torch.Tensor:
         """As `KeySummary.score`."""
-        return self._scored(queries)[1]
-
-    def _scored(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._last is None or self._last[0] is not queries:
-            logits = self._rooms.summary.score(self._layer, queries, self._pages, self._scale)
-            self._last = (queries, logits, ops.block_mass(logits, self._num_blocks, self._rooms.shape.kv_heads))
-        return self._last
+            self._last = (queries, self._rooms.summary.score(self._layer, queries, self._pages, self._scale))
+        return self._last[1]
 
     def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
         kv_heads = self._rooms.shape.kv_heads
@@ -83,13 +79,6 @@ class SparseRows:
     rows: torch.Tensor
     pages: torch.Tensor
     num_blocks: torch.Tensor
-
-    def arena_slots(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Where blocks `(S, H, K)` lie in the arena; `EMPTY` stays `EMPTY`."""
-        heads = blocks.shape[1]
-        pages = self.pages[:, None, :].expand(-1, heads, -1).gather(2, blocks.clamp(min=0))
-        slots = pages * heads + torch.arange(heads, device=blocks.device)[:, None]
-        return torch.where((blocks >= 0) & (pages >= 0), slots, EMPTY)
 
 
 class Refresh:
@@ -149,29 +138,17 @@ class Refresh:
             rooms.config.swap_gain * rooms.shape.group_size,
             KEPT_ABOVE,
         )
-        rooms.counters.add(wanted_blocks=counts[:, 1].sum(), resident_blocks=counts[:, 0].sum())
+        rooms.counters.record("selection", counts)
 
     def mark(self) -> None:
         selected, rows = self._rooms.sets.selected, self._sparse.rows
         self.places, self._slots = selected.give_up(self.layer, rows, self._kept, self.places)
 
     def transfer(self) -> None:
-        rooms = self._rooms
-        arena_slots = self._sparse.arena_slots(self._blocks)
-        ops.copy_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, arena_slots, self._slots)
-        resident = replaced(self._kept, self.places, self._blocks)
-        rooms.sets.selected.publish(self.layer, self._sparse.rows, resident, self._stamps)
-        moved = self.places >= 0
-        rooms.counters.add(loaded_blocks=moved.sum())
-        rooms.counters.keep_largest(most_new_blocks=moved.sum(2).max())
+        rooms, sparse = self._rooms, self._sparse
+        counts = ops.load_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, sparse.pages, self._blocks, self._slots)
+        rooms.sets.selected.publish(self.layer, sparse.rows, self._kept, self.places, self._blocks, self._stamps)
+        rooms.counters.record("loads", counts)
 
     def pending_blocks(self) -> int:
         return int((self.places >= 0).sum())
-
-
-def replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """`resident` with `blocks` put into `places`; `EMPTY` places are left out."""
-    count = resident.shape[2]
-    padded = torch.nn.functional.pad(resident, (0, 1), value=EMPTY)
-    padded.scatter_(2, torch.where(places < 0, count, places), blocks)
-    return padded[..., :count]
