@@ -93,8 +93,8 @@ class DecodeRows:
         self._base_blocks = torch.tensor([row + more for row, more in zip(blocks, pad, strict=True)], device=device)
         place = torch.tensor([row + [0] * len(more) for row, more in zip(places, pad, strict=True)], device=device)
         slots = self._rooms.pool.slots_of(sets.strips[self._rows].gather(1, place)).transpose(1, 2)
-        self._base_slots = torch.where(self._base_blocks[:, None] >= 0, slots, EMPTY)
-        self._base_blocks = self._base_blocks[:, None].expand(-1, shape.kv_heads, -1)
+        self._base_slots = torch.where(self._base_blocks[:, None] >= 0, slots, EMPTY).contiguous()
+        self._base_blocks = self._base_blocks[:, None].repeat(1, shape.kv_heads, 1)
 
         members = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.SPARSE]
         self._members = torch.tensor(members, dtype=torch.int64, device=device)
@@ -112,9 +112,12 @@ class DecodeRows:
         self._high = torch.tensor([window_start(config, self.sequences[number].length) for number in members], device=device)
         expected = [self._expectation(number) for number in members]
         self._expected = torch.tensor(expected, dtype=torch.float32, device=device)
+        self._likely = likely_rows(self._expected)
+        self._sparse_positions = self._gather(self._positions).clamp(min=0)
         if config.correction_blocks and not self._rooms.predictor.foreground:
-            real = self._gather(self._positions) >= 0
-            self._correction = Correction(self._rooms, self._sparse, self._expected, real, self._low, self._high)
+            self._correction = Correction(
+                self._rooms, self._sparse, self._members, self._expected, self._low, self._high, self._positions
+            )
 
     def _expectation(self, number: int) -> list[float]:
         """How likely each row of a sequence is to be accepted."""
@@ -180,45 +183,49 @@ class DecodeRows:
             self._seal(layer)
         padded = self._pad(queries)
         blocks, slots = self._base_blocks, self._base_slots[layer]
-        arena = arena_slots = arena_blocks = None
-        if self._sparse is not None:
-            sparse_queries = self._gather(padded)
-            index = LayerIndex(rooms, layer, self._sparse.pages, self._sparse.num_blocks, scale)
-            if rooms.predictor.foreground:
-                self._refresh_now(layer, index, sparse_queries)
-            selected, there = rooms.sets.selected.read(layer, self._sparse.rows)
+        if self._sparse is None:
+            output = ops.paged_attention(padded, pool, slots, blocks, None, None, None, self._positions, scale)[0]
+        else:
+            output = self._attend_sparse(layer, self._sparse, padded, slots, blocks, scale)
+        self._remember(layer, padded)
+        return self._unpad(output)
+
+    def _attend_sparse(
+        self, layer: int, sparse: SparseRows, padded: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention where some sequences are sparse, and the work that follows from it."""
+        rooms = self._rooms
+        queries = self._gather(padded)
+        index = LayerIndex(rooms, layer, sparse.pages, sparse.num_blocks, scale)
+        if rooms.predictor.foreground:
+            self._refresh_now(layer, index, queries)
+        if self._correction is not None:
+            output = self._correction.attend(layer, padded, slots, blocks, index.summary_logits(queries), scale)
+        else:
+            selected, there = rooms.sets.selected.read(layer, sparse.rows)
             blocks = torch.cat([blocks, self._spread(selected)], dim=2)
             slots = torch.cat([slots, self._spread(there)], dim=2)
-            if self._correction is not None:
-                arena = rooms.arena.layers[layer]
-                read, places = self._correction.read(index, sparse_queries, selected)
-                arena_blocks, arena_slots = self._spread(read), self._spread(places)
-        output, lse = ops.paged_attention(padded, pool, slots, blocks, arena, arena_slots, arena_blocks, self._positions, scale)
-        if self._correction is not None:
-            self._correction.count_coverage(index, sparse_queries, torch.cat([selected, read], dim=2), self._gather(lse))
-        self._remember(layer, padded)
-        if self._sparse is not None and layer in self._hinted:
-            positions = self._gather(self._positions)
-            rooms.predictor.learn(layer, sparse_queries, positions.clamp(min=0), self._sparse.rows)
-        elif self._sparse is not None and not rooms.predictor.foreground:
-            self._later(layer, index, sparse_queries)
-        return self._unpad(output)
+            pool, positions = rooms.pool.slots, self._positions
+            output = ops.paged_attention(padded, pool, slots, blocks, None, None, None, positions, scale)[0]
+        if layer in self._hinted:
+            rooms.predictor.learn(layer, queries, self._sparse_positions, sparse.rows)
+        elif not rooms.predictor.foreground:
+            self._later(layer, index, queries)
+        return output
 
     def hint(self, layer: int, hidden: torch.Tensor) -> None:
         """As `Step.hint`, for the rows of these sequences."""
         if self._sparse is None or not self._rooms.predictor.uses_hints:
             return
         self._hinted.add(layer)
-        padded, positions = self._pad(hidden[:, None])[:, :, 0], self._positions
-        if not self._all_sparse:
-            padded, positions = padded[self._members], positions[self._members]
+        padded = self._gather(self._pad(hidden))
         index = LayerIndex(self._rooms, layer, self._sparse.pages, self._sparse.num_blocks, self._rooms.sets.scales[layer])
-        rows, predictor = self._sparse.rows, self._rooms.predictor
+        rows, positions, predictor = self._sparse.rows, self._sparse_positions, self._rooms.predictor
         work = self._refresh(
             layer,
             index,
-            lambda: predictor.guess(layer, padded, positions.clamp(min=0), rows),
-            likely_rows(self._expected),
+            lambda: predictor.guess(layer, padded, positions, rows),
+            self._likely,
             self._high,
         )
         self._manager.tickets[layer] = self._manager.scheduler.submit(work)
@@ -255,7 +262,7 @@ class DecodeRows:
 
     def _refresh_now(self, layer: int, index: LayerIndex, queries: torch.Tensor) -> None:
         """A foreground predictor chooses this step's own working set, without a cap."""
-        work = self._refresh(layer, index, lambda: queries, likely_rows(self._expected), self._high)
+        work = self._refresh(layer, index, lambda: queries, self._likely, self._high)
         work.predict()
         work.select()
         work.mark()
@@ -298,7 +305,7 @@ class DecodeRows:
             self._rooms.summary.observe(layer, kept[:, 0], positions[:, 0])
 
     def _pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """`(num_rows, heads, head_dim)` to `(S, R, heads, head_dim)`."""
+        """`(num_rows, ...)` to `(S, R, ...)`."""
         sequences, rows = self._positions.shape
         if not self._ragged:
             return packed.view(sequences, rows, *packed.shape[1:])

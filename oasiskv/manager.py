@@ -250,34 +250,34 @@ class KVManager:
 
     def stats(self) -> Stats:
         """What the manager holds and has done."""
-        counters, rooms = self.rooms.counters, self.rooms
+        counters, rooms = self.rooms.counters.totals(), self.rooms
         live = self.sequences
         tokens = sum(sequence.length for sequence in live)
-        moved = int(counters.loaded_blocks) + int(counters.corrected_blocks)
-        wanted = int(counters.wanted_blocks)
+        moved = counters.loaded_blocks + counters.corrected_blocks
+        wanted = counters.wanted_blocks
         return Stats(
             sequences=len(live),
             sparse_sequences=sum(sequence.phase is Phase.SPARSE for sequence in live),
             tokens=tokens,
-            steps=int(counters.steps),
-            decoded_tokens=int(counters.decoded_tokens),
-            prefilled_tokens=int(counters.prefilled_tokens),
+            steps=counters.steps,
+            decoded_tokens=counters.decoded_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
             pool_bytes=rooms.pool.allocated_bytes,
             summary_bytes=rooms.summary.device_bytes(),
             table_bytes=rooms.sets.device_bytes() + rooms.predictor.device_bytes(),
             arena_bytes=rooms.arena.used_bytes,
             arena_peak_bytes=rooms.arena.peak_bytes,
             full_kv_bytes=tokens * self.shape.token_bytes(),
-            hit_rate=int(counters.resident_blocks) / wanted if wanted else 1.0,
-            coverage=float(counters.coverage_sum) / counters.coverage_count if counters.coverage_count else 1.0,
-            late_blocks=int(counters.late_blocks),
-            late_layers=int(counters.late_layers),
-            loaded_blocks=int(counters.loaded_blocks),
-            corrected_blocks=int(counters.corrected_blocks),
-            stored_blocks=int(counters.stored_blocks),
-            moved_bytes_per_token=moved * self.shape.slot_bytes(self.config.block_size) / max(1, int(counters.decoded_tokens)),
-            most_new_blocks=int(counters.most_new_blocks),
-            most_corrected_blocks=int(counters.most_corrected_blocks),
+            hit_rate=counters.resident_blocks / wanted if wanted else 1.0,
+            coverage=counters.coverage_sum / counters.coverage_count if counters.coverage_count else 1.0,
+            late_blocks=counters.late_blocks,
+            late_layers=counters.late_layers,
+            loaded_blocks=counters.loaded_blocks,
+            corrected_blocks=counters.corrected_blocks,
+            stored_blocks=counters.stored_blocks,
+            moved_bytes_per_token=moved * self.shape.slot_bytes(self.config.block_size) / max(1, counters.decoded_tokens),
+            most_new_blocks=counters.most_new_blocks,
+            most_corrected_blocks=counters.most_corrected_blocks,
             **rooms.arena.tier_stats(),
         )
 

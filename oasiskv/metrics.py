@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
+_KEPT = 256
+"""Tensors of counts that wait for being added up."""
+
 
 @dataclass
-class Counters:
-    """Running totals. Background lanes and the foreground both count, so changes go through `add`."""
+class Totals:
+    """What was counted so far."""
 
     steps: int = 0
     decoded_tokens: int = 0
@@ -22,23 +25,71 @@ class Counters:
     stored_blocks: int = 0
     late_layers: int = 0
     late_blocks: int = 0
-    most_new_blocks: int | torch.Tensor = 0
-    most_corrected_blocks: int | torch.Tensor = 0
+    most_new_blocks: int = 0
+    most_corrected_blocks: int = 0
     coverage_sum: float = 0.0
     coverage_count: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(self, **amounts: float | torch.Tensor) -> None:
-        """Add to totals by name. A tensor stays a tensor until a report asks: nothing here waits for the device."""
+
+class Counters:
+    """Running totals. Background lanes and the foreground both count, so changes go under a lock.
+
+    What an operation counts comes as a tensor, a row for each thing that is counted. Rows are only kept, and added up many at a
+    time: counting costs a step next to nothing, and nothing waits for the device until a report asks.
+    """
+
+    def __init__(self) -> None:
+        self._totals = Totals()
+        self._rows: dict[str, list[torch.Tensor]] = {"selection": [], "loads": [], "corrections": []}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: int) -> None:
+        """Add to totals by name."""
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+                setattr(self._totals, name, getattr(self._totals, name) + amount)
 
-    def keep_largest(self, **amounts: torch.Tensor) -> None:
-        """Raise maxima by name."""
+    def record(self, kind: str, rows: torch.Tensor) -> None:
+        """Count what an operation reports, `(n, columns)`: of a "selection" how many wanted blocks were resident and how many
+        were wanted; of "loads" and "corrections" how many blocks, and the most of any head; of the latter also the coverage."""
         with self._lock:
-            for name, amount in amounts.items():
-                setattr(self, name, torch.maximum(amount, torch.as_tensor(getattr(self, name), device=amount.device)))
+            kept = self._rows[kind]
+            kept.append(rows)
+            if len(kept) == _KEPT:
+                self._add_up(kind)
+
+    def _add_up(self, kind: str) -> None:
+        """Sums, maxima and number of rows of a kind, `(3, columns)`."""
+        kept = self._rows[kind]
+        if not kept:
+            return
+        rows = torch.cat(kept).double()
+        found = torch.stack([rows.sum(0), rows.amax(0), torch.full_like(rows[0], len(rows))])
+        if (before := self._sums.get(kind)) is not None:
+            found = torch.stack([before[0] + found[0], torch.maximum(before[1], found[1]), before[2] + found[2]])
+        self._sums[kind] = found
+        kept.clear()
+
+    def totals(self) -> Totals:
+        """What was counted until now. Waits for the device."""
+        with self._lock:
+            for kind, kept in self._rows.items():
+                if kept and kept[0].is_cuda:  # rows come from several streams
+                    torch.cuda.synchronize(kept[0].device)
+                self._add_up(kind)
+            found = {kind: table.tolist() for kind, table in self._sums.items()}
+            totals = replace(self._totals)
+        if "selection" in found:
+            totals.resident_blocks, totals.wanted_blocks = map(int, found["selection"][0])
+        if "loads" in found:
+            sums, most, _ = found["loads"]
+            totals.loaded_blocks, totals.most_new_blocks = int(sums[0]), int(most[1])
+        if "corrections" in found:
+            sums, most, number = found["corrections"]
+            totals.corrected_blocks, totals.most_corrected_blocks = int(sums[0]), int(most[1])
+            totals.coverage_sum, totals.coverage_count = sums[2], int(number[2])
+        return totals
 
 
 @dataclass(frozen=True)

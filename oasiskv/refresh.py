@@ -9,9 +9,10 @@ import torch
 
 from . import ops
 from .abc import KeySummary, Predictor
-from .arena import Arena
+from .arena import Arena, pages_of
 from .config import OasisConfig
 from .metrics import Counters
+from .ops.reference_step import replaced
 from .pool import Pool
 from .selected import KEPT_ABOVE
 from .types import EMPTY, ModelShape
@@ -41,20 +42,16 @@ class LayerIndex:
         self._pages = pages
         self._num_blocks = num_blocks
         self._scale = scale
-        self._last: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
-        return self._scored(queries)[2]
+        return ops.block_mass(self.summary_logits(queries), self._num_blocks, self._rooms.shape.kv_heads)
 
     def summary_logits(self, queries: torch.Tensor) -> torch.Tensor:
         """As `KeySummary.score`."""
-        return self._scored(queries)[1]
-
-    def _scored(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._last is None or self._last[0] is not queries:
-            logits = self._rooms.summary.score(self.layer, queries, self._pages, self._scale)
-            self._last = (queries, logits, ops.block_mass(logits, self._num_blocks, self._rooms.shape.kv_heads))
-        return self._last
+            self._last = (queries, self._rooms.summary.score(self.layer, queries, self._pages, self._scale))
+        return self._last[1]
 
     def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
         kv_heads = self._rooms.shape.kv_heads
@@ -87,8 +84,7 @@ class SparseRows:
 
     def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
         """The pages of blocks `(S, H, K)`; `EMPTY` stays `EMPTY`."""
-        pages = self.pages[:, None, :].expand(-1, blocks.shape[1], -1).gather(2, blocks.clamp(min=0))
-        return torch.where(blocks >= 0, pages, EMPTY)
+        return pages_of(self.pages, blocks)
 
 
 class Refresh:
@@ -148,43 +144,28 @@ class Refresh:
             rooms.config.swap_gain * rooms.shape.group_size,
             KEPT_ABOVE,
         )
-        rooms.counters.add(wanted_blocks=counts[:, 1].sum(), resident_blocks=counts[:, 0].sum())
-        self._fetch(selected.blocks[layer][rows])
+        rooms.counters.record("selection", counts)
+        if rooms.arena.tiered:
+            self._fetch(selected.blocks[layer][rows])
 
     def _fetch(self, resident: torch.Tensor) -> None:
-        """Bring the chosen blocks to the arena if they are not there. What cannot be had is not loaded, and the block whose
-        place it was to take stays."""
-        arena = self._rooms.arena
-        self._arena_slots = arena.locate(self.layer, self._sparse.pages_of(self._blocks))
-        if arena.tiered:
-            failed = (self._arena_slots < 0) & (self.places >= 0)
-            count = resident.shape[2]
-            stay = torch.nn.functional.pad(torch.zeros_like(resident, dtype=torch.bool), (0, 1))
-            stay.scatter_(2, torch.where(failed, self.places, count), True)
-            self._kept = torch.where(stay[..., :count], resident, self._kept)
-            self.places = torch.where(failed, EMPTY, self.places)
-            self._blocks = torch.where(failed, EMPTY, self._blocks)
+        """Bring the chosen blocks to the arena. What cannot be had is not loaded, and the block whose place it was to take
+        stays."""
+        failed = self._rooms.arena.locate(self.layer, self._sparse.pages_of(self._blocks)) < 0
+        stays = torch.where(failed, self.places, EMPTY)
+        self._kept = replaced(self._kept, stays, resident.gather(2, self.places.clamp(min=0)))
+        self.places = torch.where(failed, EMPTY, self.places)
+        self._blocks = torch.where(failed, EMPTY, self._blocks)
 
     def mark(self) -> None:
         selected, rows = self._rooms.sets.selected, self._sparse.rows
         self.places, self._slots = selected.give_up(self.layer, rows, self._kept, self.places)
 
     def transfer(self) -> None:
-        rooms = self._rooms
-        ops.copy_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, self._arena_slots, self._slots)
-        resident = replaced(self._kept, self.places, self._blocks)
-        rooms.sets.selected.publish(self.layer, self._sparse.rows, resident, self._stamps)
-        moved = self.places >= 0
-        rooms.counters.add(loaded_blocks=moved.sum())
-        rooms.counters.keep_largest(most_new_blocks=moved.sum(2).max())
+        rooms, sparse = self._rooms, self._sparse
+        counts = rooms.arena.load(self.layer, sparse.pages, self._blocks, rooms.pool.slots, self._slots)
+        rooms.sets.selected.publish(self.layer, sparse.rows, self._kept, self.places, self._blocks, self._stamps)
+        rooms.counters.record("loads", counts)
 
     def pending_blocks(self) -> int:
         return int((self.places >= 0).sum())
-
-
-def replaced(resident: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """`resident` with `blocks` put into `places`; `EMPTY` places are left out."""
-    count = resident.shape[2]
-    padded = torch.nn.functional.pad(resident, (0, 1), value=EMPTY)
-    padded.scatter_(2, torch.where(places < 0, count, places), blocks)
-    return padded[..., :count]

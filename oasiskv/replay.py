@@ -20,8 +20,9 @@ import torch
 from . import ops
 from .abc import KeySummary, Predictor
 from .config import OasisConfig
-from .predictors.lookahead import likely_rows, need_over_rows
-from .refresh import load_limits, replaced
+from .ops.reference_step import need_over_rows, replaced
+from .predictors.lookahead import likely_rows
+from .refresh import load_limits
 from .selected import KEPT_ABOVE, first_floor, usable_slots
 from .sequence import Sequence
 from .types import EMPTY, ModelShape

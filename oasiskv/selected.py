@@ -8,7 +8,8 @@ the same for all layers, heads and steps, so a head that attends to few blocks l
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -97,9 +98,15 @@ class Selected:
 
     def read(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected blocks of some sequences and the slots they lie in, `(S, kv_heads, places)` each."""
+        with self.held(layer) as (table, slots):
+            blocks, there = table[rows], slots[rows]
+        return blocks, torch.where(blocks >= 0, there, EMPTY)
+
+    @contextmanager
+    def held(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The tables of blocks and of slots themselves, kept from changing meanwhile."""
         with self._locks[layer]:
-            blocks, slots = self.blocks[layer][rows], self.slots[layer][rows]
-        return blocks, torch.where(blocks >= 0, slots, EMPTY)
+            yield self.blocks[layer], self.slots[layer]
 
     def give_up(
         self, layer: int, rows: torch.Tensor, kept: torch.Tensor, places: torch.Tensor
@@ -108,15 +115,21 @@ class Selected:
         places that are filled now, and their slots, `(S, kv_heads, K)` each."""
         with self._locks[layer]:
             places = self._exchange(layer, rows, kept, places)
-            self.blocks[layer][rows] = kept
-            slots = self.slots[layer][rows].gather(2, places.clamp(min=0))
-        return places, torch.where(places >= 0, slots, EMPTY)
+            slots = ops.mark_places(self.blocks[layer], self.slots[layer], rows, kept, places)
+        return places, slots
 
-    def publish(self, layer: int, rows: torch.Tensor, blocks: torch.Tensor, stamps: torch.Tensor) -> None:
-        """List blocks `(S, kv_heads, places)` that are in their slots now."""
+    def publish(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        kept: torch.Tensor,
+        places: torch.Tensor,
+        blocks: torch.Tensor,
+        stamps: torch.Tensor,
+    ) -> None:
+        """List blocks `(S, kv_heads, K)` that are in the slots of their places now, beside those that were kept."""
         with self._locks[layer]:
-            self.blocks[layer][rows] = blocks
-            self.stamps[layer][rows] = stamps
+            ops.publish_blocks(self.blocks[layer], self.stamps[layer], rows, kept, places, blocks, stamps)
 
     def _exchange(self, layer: int, rows: torch.Tensor, kept: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The places for which there is a slot: here, all."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from . import ops
-from .arena import Arena
+from .arena import Arena, pages_of
 from .config import OasisConfig
 from .errors import ArenaExhausted, ConfigError, SegmentLost, TierUnavailable
 from .host_memory import bytes_of, physical_bytes
@@ -380,6 +380,14 @@ class TieredArena(Arena):
         heads = self.shape.kv_heads
         owners = (np.array(pages, np.int64)[:, None] * heads + np.arange(heads)).ravel()
         return self._gather(layer, owners).view(len(pages), heads, *self.layers[layer].shape[1:])
+
+    def load(
+        self, layer: int, pages: torch.Tensor, blocks: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """As `Arena.load`, of blocks that `locate` has brought in this step."""
+        ops.copy_blocks(self.layers[layer], pool, self.locate(layer, pages_of(pages, blocks)), slots)
+        loaded = (slots >= 0).sum(2)
+        return torch.stack([loaded.sum(1), loaded.amax(1)], dim=1)
 
     def copy_to(self, layer: int, pages: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
         """As `Arena.copy_to`: past the arena, which does not fill up with what goes to the pool."""

@@ -39,16 +39,24 @@ class Rotary:
             )
         return torch.cat([both, both.new_zeros(head_dim - both.numel())])
 
+    def turns(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines of every plane at positions `(...)`, times `scaling`: `(..., 2, planes)` in float32."""
+        angle = positions[..., None] * torch.tensor(self.angles, dtype=torch.float32, device=positions.device)
+        return torch.stack([angle.cos(), angle.sin()], dim=-2) * self.scaling
+
     def rotate(self, vectors: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
         """Turn `(..., heads, head_dim)` by its positions `(...)`, or back; computed in float32."""
-        planes = len(self.angles)
-        angle = positions[..., None, None] * torch.tensor(self.angles, dtype=torch.float32, device=vectors.device)
-        cosine, sine = angle.cos() * self.scaling, angle.sin() * self.scaling
+        cosine, sine = self.turns(positions)[..., None, :, :].unbind(-2)
         if inverse:
             cosine, sine = cosine / self.scaling**2, -sine / self.scaling**2
-        first, second = vectors[..., :planes].float(), vectors[..., planes : 2 * planes].float()
-        turned = [first * cosine - second * sine, second * cosine + first * sine, vectors[..., 2 * planes :].float()]
-        return torch.cat(turned, dim=-1)
+        return turn(vectors.float(), cosine, sine)
+
+
+def turn(vectors: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn the planes of vectors `(..., head_dim)` by angles `(..., planes)`; dimensions beyond the planes stay."""
+    planes = cosine.shape[-1]
+    first, second = vectors[..., :planes], vectors[..., planes : 2 * planes]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, vectors[..., 2 * planes :]], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,12 @@ extern "C" size_t oasis_struct_size(int32_t op) {
     case OASIS_TRANSFORM_WRITE: return sizeof(oasis_transform_write_args);
     case OASIS_TRANSFORM_SCORE: return sizeof(oasis_transform_score_args);
     case OASIS_READ_SLOTS: return sizeof(oasis_read_slots_args);
+    case OASIS_CORRECTED_ATTENTION: return sizeof(oasis_corrected_attention_args);
+    case OASIS_MARK_PLACES: return sizeof(oasis_mark_places_args);
+    case OASIS_LOAD_BLOCKS: return sizeof(oasis_load_blocks_args);
+    case OASIS_PUBLISH_BLOCKS: return sizeof(oasis_publish_blocks_args);
+    case OASIS_GUESS_QUERIES: return sizeof(oasis_guess_queries_args);
+    case OASIS_LEARN_ERRORS: return sizeof(oasis_learn_errors_args);
     default: return 0;
     }
 }

@@ -10,6 +10,7 @@ struct Kernels {
     void (*paged_attention)(const oasis_paged_attention_args &);
     void (*exact_logits)(const oasis_exact_logits_args &);
     void (*block_mass)(const oasis_block_mass_args &);
+    float (*logsumexp)(const float *logits, int64_t count);
     int64_t (*collect_best)(const float *mass, int64_t first, int64_t last, int64_t count, int32_t *orders, int32_t *blocks,
                             int32_t *room);
     int32_t (*kth_largest)(const int32_t *keys, int64_t count, int64_t k, int64_t slack);

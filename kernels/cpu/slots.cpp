@@ -10,10 +10,9 @@ namespace {
 
 bool tables_fit(const oasis_exchange_slots_args &a) {
     const int64_t heads = a.sequences * a.kv_heads;
-    if (!entries_within("rows", a.rows, a.sequences, a.table_rows)) return false;
+    if (!entries_exist("rows", a.rows, a.sequences, a.table_rows)) return false;
     if (!entries_within("places", a.places, heads * a.swaps, a.places_per_head)) return false;
     for (int64_t s = 0; s < a.sequences; ++s) {
-        if (a.rows[s] < 0) return fail(OASIS_OUT_OF_RANGE, "rows holds EMPTY at entry %lld", static_cast<long long>(s)) == OASIS_OK;
         if (const int64_t count = a.free_count[a.rows[s]]; count < 0 || count > a.capacity)
             return fail(OASIS_OUT_OF_RANGE, "count holds %lld for row %lld; a stack has room for %lld", static_cast<long long>(count),
                         static_cast<long long>(a.rows[s]), static_cast<long long>(a.capacity)) == OASIS_OK;

@@ -33,6 +33,14 @@ bool entries_within(const char *table, const int64_t *entries, int64_t count, in
     return false;
 }
 
+bool entries_exist(const char *table, const int64_t *entries, int64_t count, int64_t limit) {
+    if (!entries_within(table, entries, count, limit)) return false;
+    const auto *found = std::find_if(entries, entries + count, [](int64_t entry) { return entry < 0; });
+    if (found == entries + count) return true;
+    fail(OASIS_OUT_OF_RANGE, "%s holds EMPTY at entry %lld", table, static_cast<long long>(found - entries));
+    return false;
+}
+
 } // namespace oasis
 
 extern "C" const char *oasis_last_error(void) { return oasis::message; }

@@ -11,4 +11,7 @@ namespace oasis {
 // Whether each of `count` entries is OASIS_EMPTY or below `limit`; if not, the message names `table` and the first that is neither.
 bool entries_within(const char *table, const int64_t *entries, int64_t count, int64_t limit);
 
+// The same of a table none of whose entries may be OASIS_EMPTY.
+bool entries_exist(const char *table, const int64_t *entries, int64_t count, int64_t limit);
+
 } // namespace oasis

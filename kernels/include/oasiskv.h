@@ -1,7 +1,7 @@
 /* The C ABI of OasisKV's native kernels. The CPU and the CUDA library export the same functions.
  *
- * One op is one struct of arguments and one function. What an op computes is said by its reference in oasiskv/ops/reference.py and
- * reference_summaries.py; this file says how its arguments travel. oasiskv/ops/_abi.py is generated from it
+ * One op is one struct of arguments and one function. What an op computes is said by its reference in oasiskv/ops/reference.py,
+ * reference_step.py and reference_summaries.py; this file says how its arguments travel. oasiskv/ops/_abi.py is generated from it
  * (kernels/generate_bindings.py), which reads the structs below line by line: one field per line, of the types used here.
  *
  * Shapes: S sequences, R query rows, Hq query heads, H kv heads, D head_dim, B block_size, P places, N blocks. Tensors are dense in
@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-#define OASIS_ABI_VERSION 3
+#define OASIS_ABI_VERSION 4
 #define OASIS_EMPTY (-1)
 
 enum oasis_status {
@@ -68,7 +68,13 @@ enum oasis_op {
     OASIS_BIT2_SCORE = 13,
     OASIS_TRANSFORM_WRITE = 14,
     OASIS_TRANSFORM_SCORE = 15,
-    OASIS_READ_SLOTS = 16
+    OASIS_READ_SLOTS = 16,
+    OASIS_CORRECTED_ATTENTION = 17,
+    OASIS_MARK_PLACES = 18,
+    OASIS_LOAD_BLOCKS = 19,
+    OASIS_PUBLISH_BLOCKS = 20,
+    OASIS_GUESS_QUERIES = 21,
+    OASIS_LEARN_ERRORS = 22
 };
 
 typedef struct {
@@ -424,6 +430,139 @@ typedef struct {
 } oasis_read_slots_args;
 
 /* Each returns an oasis_status. What went wrong is in oasis_last_error() of the same thread until its next call. */
+/* A layer's step in one call; M sparse sequences among S, T table rows. */
+typedef struct {
+    const void *queries;           /* (S, R, Hq, D) */
+    const void *pool;              /* (num_slots, 2, B, D) */
+    const int64_t *slots;          /* (S, H, P); an entry with an EMPTY slot or block is left out */
+    const int64_t *blocks;         /* (S, H, P) */
+    const void *arena;             /* (num_pages * H, 2, B, D) */
+    const int64_t *pages;          /* (M, N) */
+    const float *logits;           /* (M, R, Hq, N) */
+    const int64_t *num_blocks;     /* (M,) */
+    const int64_t *members;        /* (M,), which of the S sequences, none twice */
+    const int64_t *table_rows;     /* (M,), which rows of the next two */
+    const int64_t *selected;       /* (T, H, C) */
+    const int64_t *selected_slots; /* (T, H, C) */
+    const int64_t *low;            /* (M,) */
+    const int64_t *high;           /* (M,) */
+    const float *weights;          /* (M, R) */
+    const int64_t *positions;      /* (S, R), below 0 for padding rows */
+    void *output;                  /* (S, R, Hq, D) */
+    float *counts;                 /* (3,) */
+    int64_t sequences;
+    int64_t sparse_sequences;
+    int64_t rows;
+    int64_t query_heads;
+    int64_t kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    int64_t places;
+    int64_t selected_places; /* C */
+    int64_t num_table_rows;  /* T */
+    int64_t num_sealed;      /* N */
+    int64_t num_slots;
+    int64_t num_pages;
+    int64_t per_row;
+    int64_t queries_sequence_stride;
+    int64_t queries_row_stride;
+    int64_t queries_head_stride;
+    int64_t dtype; /* of queries, pool, arena and output */
+    int64_t num_threads;
+    void *stream;
+    float least_gain;
+    float scale;
+} oasis_corrected_attention_args;
+
+typedef struct {
+    int64_t *blocks;           /* (T, H, C), written */
+    const int64_t *slots;      /* (T, H, C) */
+    const int64_t *table_rows; /* (S,), none twice */
+    const int64_t *kept;       /* (S, H, C) */
+    const int64_t *places;     /* (S, H, K) */
+    int64_t *filled;           /* (S, H, K) */
+    int64_t num_table_rows;    /* T */
+    int64_t sequences;
+    int64_t kv_heads;
+    int64_t places_per_head; /* C */
+    int64_t swaps;           /* K */
+    int64_t num_threads;
+    void *stream;
+} oasis_mark_places_args;
+
+typedef struct {
+    const void *arena;     /* (num_pages * H) slots of slot_bytes */
+    void *pool;            /* num_slots of them, written; shares no memory with the arena */
+    const int64_t *pages;  /* (S, N) */
+    const int64_t *blocks; /* (S, H, K), below N */
+    const int64_t *slots;  /* (S, H, K), none twice; a pair with an EMPTY side is left out */
+    int64_t *counts;       /* (S, 2) */
+    int64_t sequences;
+    int64_t kv_heads;
+    int64_t num_sealed; /* N */
+    int64_t swaps;      /* K */
+    int64_t num_pages;
+    int64_t num_slots;
+    int64_t slot_bytes;
+    int64_t num_threads;
+    void *stream;
+} oasis_load_blocks_args;
+
+typedef struct {
+    int64_t *blocks;           /* (T, H, C), written */
+    int64_t *selected_at;      /* (T, H, C), written */
+    const int64_t *table_rows; /* (S,), none twice */
+    const int64_t *kept;       /* (S, H, C) */
+    const int64_t *places;     /* (S, H, K) */
+    const int64_t *new_blocks; /* (S, H, K) */
+    const int64_t *stamps;     /* (S, H, C) */
+    int64_t num_table_rows;    /* T */
+    int64_t sequences;
+    int64_t kv_heads;
+    int64_t places_per_head; /* C */
+    int64_t swaps;           /* K */
+    int64_t num_threads;
+    void *stream;
+} oasis_publish_blocks_args;
+
+typedef struct {
+    const float *raw;          /* (S, R, Hq, D) */
+    const float *errors;       /* (T, Hq, D) */
+    const int64_t *table_rows; /* (S,) */
+    const float *turns;        /* (S, R, 2, planes): cosines, then sines */
+    float *queries;            /* (S, R, Hq, D) */
+    int64_t num_table_rows;    /* T */
+    int64_t sequences;
+    int64_t rows;
+    int64_t query_heads;
+    int64_t head_dim;
+    int64_t planes; /* at most D / 2 */
+    int64_t num_threads;
+    void *stream;
+} oasis_guess_queries_args;
+
+typedef struct {
+    float *errors;                    /* (T, Hq, D), written */
+    const int64_t *table_rows;        /* (S,), none twice */
+    const float *queries;             /* (S, R, Hq, D) */
+    const float *guessed;             /* (S, R, Hq, D), before rotation */
+    const float *turns;               /* (S, R, 2, planes) */
+    const int64_t *positions;         /* (S, R) */
+    const int64_t *guessed_positions; /* (S, R) */
+    int64_t num_table_rows;           /* T */
+    int64_t sequences;
+    int64_t rows;
+    int64_t query_heads;
+    int64_t head_dim;
+    int64_t planes; /* at most D / 2 */
+    int64_t queries_sequence_stride;
+    int64_t queries_head_stride;
+    int64_t num_threads;
+    void *stream;
+    float scaling;
+    float keep;
+} oasis_learn_errors_args;
+
 OASIS_API int32_t oasis_append_rows(const oasis_append_rows_args *args);
 OASIS_API int32_t oasis_copy_blocks(const oasis_copy_blocks_args *args);
 OASIS_API int32_t oasis_paged_attention(const oasis_paged_attention_args *args);
@@ -441,6 +580,12 @@ OASIS_API int32_t oasis_bit2_score(const oasis_bit2_score_args *args);
 OASIS_API int32_t oasis_transform_write(const oasis_transform_write_args *args);
 OASIS_API int32_t oasis_transform_score(const oasis_transform_score_args *args);
 OASIS_API int32_t oasis_read_slots(const oasis_read_slots_args *args);
+OASIS_API int32_t oasis_corrected_attention(const oasis_corrected_attention_args *args);
+OASIS_API int32_t oasis_mark_places(const oasis_mark_places_args *args);
+OASIS_API int32_t oasis_load_blocks(const oasis_load_blocks_args *args);
+OASIS_API int32_t oasis_publish_blocks(const oasis_publish_blocks_args *args);
+OASIS_API int32_t oasis_guess_queries(const oasis_guess_queries_args *args);
+OASIS_API int32_t oasis_learn_errors(const oasis_learn_errors_args *args);
 
 OASIS_API int32_t oasis_abi_version(void);
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import reference, reference_summaries
+from . import reference, reference_step, reference_summaries
 from .backends import Backends
 
 _library = torch.library.Library("oasiskv", "DEF")
@@ -33,6 +33,22 @@ _SCHEMAS = {
     "exchange_slots": (
         "(Tensor(a!) slots, Tensor(b!) free, Tensor(c!) count, Tensor rows, Tensor kept, Tensor places) -> Tensor"
     ),
+    "corrected_attention": (
+        "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor arena, Tensor pages, Tensor logits, "
+        "Tensor num_blocks, Tensor members, Tensor rows, Tensor selected, Tensor selected_slots, Tensor low, Tensor high, "
+        "Tensor weights, Tensor positions, int per_row, float least_gain, float scale) -> (Tensor, Tensor)"
+    ),
+    "mark_places": "(Tensor(a!) blocks, Tensor slots, Tensor rows, Tensor kept, Tensor places) -> Tensor",
+    "load_blocks": "(Tensor arena, Tensor(a!) pool, Tensor pages, Tensor blocks, Tensor slots) -> Tensor",
+    "publish_blocks": (
+        "(Tensor(a!) blocks, Tensor(b!) selected_at, Tensor rows, Tensor kept, Tensor places, Tensor new_blocks, "
+        "Tensor stamps) -> ()"
+    ),
+    "guess_queries": "(Tensor raw, Tensor errors, Tensor rows, Tensor turns) -> Tensor",
+    "learn_errors": (
+        "(Tensor(a!) errors, Tensor rows, Tensor queries, Tensor guessed, Tensor turns, Tensor positions, "
+        "Tensor guessed_positions, float scaling, float keep) -> ()"
+    ),
     "minmax_write": "(Tensor(a!) bounds, Tensor pages, Tensor keys) -> ()",
     "minmax_score": "(Tensor bounds, Tensor pages, Tensor queries, float scale) -> Tensor",
     "minmax4_write": "(Tensor(a!) codes, Tensor(b!) ranges, Tensor pages, Tensor keys, bool outward) -> ()",
@@ -49,7 +65,8 @@ _SCHEMAS = {
     ),
 }
 
-REFERENCE = {name: {**vars(reference), **vars(reference_summaries)}[name] for name in _SCHEMAS}
+_MODULES = {**vars(reference), **vars(reference_step), **vars(reference_summaries)}
+REFERENCE = {name: _MODULES[name] for name in _SCHEMAS}
 
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
@@ -123,6 +140,15 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "block_mass": _fake_mass,
     "top_missing": _fake_missing,
     "select": _fake_select,
+    "corrected_attention": lambda queries, *_: (
+        queries.new_empty(queries.shape),
+        queries.new_empty(3, dtype=torch.float32),
+    ),
+    "mark_places": lambda blocks, slots, rows, kept, places: torch.empty_like(places),
+    "load_blocks": lambda arena, pool, pages, blocks, slots: pages.new_empty((pages.shape[0], 2)),
+    "publish_blocks": _nothing,
+    "guess_queries": lambda raw, *_: raw.new_empty(raw.shape, dtype=torch.float32),
+    "learn_errors": _nothing,
     "exchange_slots": lambda slots, free, count, rows, kept, places: torch.empty_like(places),
     "minmax_write": _nothing,
     "minmax_score": lambda bounds, pages, queries, scale: _like_logits(queries, pages),
@@ -152,6 +178,12 @@ block_mass: Callable[..., torch.Tensor] = _op("block_mass")
 top_missing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("top_missing")
 select: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _op("select")
 exchange_slots: Callable[..., torch.Tensor] = _op("exchange_slots")
+corrected_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _op("corrected_attention")
+mark_places: Callable[..., torch.Tensor] = _op("mark_places")
+load_blocks: Callable[..., torch.Tensor] = _op("load_blocks")
+publish_blocks: Callable[..., None] = _op("publish_blocks")
+guess_queries: Callable[..., torch.Tensor] = _op("guess_queries")
+learn_errors: Callable[..., None] = _op("learn_errors")
 minmax_write: Callable[..., None] = _op("minmax_write")
 minmax_score: Callable[..., torch.Tensor] = _op("minmax_score")
 minmax4_write: Callable[..., None] = _op("minmax4_write")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from struct import Struct
 
-VERSION = 3
+VERSION = 4
 
 OK = 0
 INVALID = 1
@@ -53,6 +53,18 @@ _transform_write = Struct("@PPPPPPPPqqqqqqqqqqqqPPq0q")
 _transform_score = Struct("@PPPPPPPPPqqqqqqqqqqqqqqqPPqf0q")
 
 _read_slots = Struct("@PPPqqqqP0q")
+
+_corrected_attention = Struct("@PPPPPPPPPPPPPPPPPPqqqqqqqqqqqqqqqqqqqPff0q")
+
+_mark_places = Struct("@PPPPPPqqqqqqP0q")
+
+_load_blocks = Struct("@PPPPPPqqqqqqqqP0q")
+
+_publish_blocks = Struct("@PPPPPPPqqqqqqP0q")
+
+_guess_queries = Struct("@PPPPPqqqqqqqP0q")
+
+_learn_errors = Struct("@PPPPPPPqqqqqqqqqPff0q")
 
 
 def append_rows(
@@ -791,6 +803,282 @@ def read_slots(
     )
 
 
+def corrected_attention(
+    *,
+    queries: int,
+    pool: int,
+    slots: int,
+    blocks: int,
+    arena: int,
+    pages: int,
+    logits: int,
+    num_blocks: int,
+    members: int,
+    table_rows: int,
+    selected: int,
+    selected_slots: int,
+    low: int,
+    high: int,
+    weights: int,
+    positions: int,
+    output: int,
+    counts: int,
+    sequences: int,
+    sparse_sequences: int,
+    rows: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    places: int,
+    selected_places: int,
+    num_table_rows: int,
+    num_sealed: int,
+    num_slots: int,
+    num_pages: int,
+    per_row: int,
+    queries_sequence_stride: int,
+    queries_row_stride: int,
+    queries_head_stride: int,
+    dtype: int,
+    num_threads: int = 1,
+    stream: int = 0,
+    least_gain: float,
+    scale: float,
+) -> bytes:
+    """Arguments of `oasis_corrected_attention`."""
+    return _corrected_attention.pack(
+        queries,
+        pool,
+        slots,
+        blocks,
+        arena,
+        pages,
+        logits,
+        num_blocks,
+        members,
+        table_rows,
+        selected,
+        selected_slots,
+        low,
+        high,
+        weights,
+        positions,
+        output,
+        counts,
+        sequences,
+        sparse_sequences,
+        rows,
+        query_heads,
+        kv_heads,
+        head_dim,
+        block_size,
+        places,
+        selected_places,
+        num_table_rows,
+        num_sealed,
+        num_slots,
+        num_pages,
+        per_row,
+        queries_sequence_stride,
+        queries_row_stride,
+        queries_head_stride,
+        dtype,
+        num_threads,
+        stream,
+        least_gain,
+        scale,
+    )
+
+
+def mark_places(
+    *,
+    blocks: int,
+    slots: int,
+    table_rows: int,
+    kept: int,
+    places: int,
+    filled: int,
+    num_table_rows: int,
+    sequences: int,
+    kv_heads: int,
+    places_per_head: int,
+    swaps: int,
+    num_threads: int = 1,
+    stream: int = 0,
+) -> bytes:
+    """Arguments of `oasis_mark_places`."""
+    return _mark_places.pack(
+        blocks,
+        slots,
+        table_rows,
+        kept,
+        places,
+        filled,
+        num_table_rows,
+        sequences,
+        kv_heads,
+        places_per_head,
+        swaps,
+        num_threads,
+        stream,
+    )
+
+
+def load_blocks(
+    *,
+    arena: int,
+    pool: int,
+    pages: int,
+    blocks: int,
+    slots: int,
+    counts: int,
+    sequences: int,
+    kv_heads: int,
+    num_sealed: int,
+    swaps: int,
+    num_pages: int,
+    num_slots: int,
+    slot_bytes: int,
+    num_threads: int = 1,
+    stream: int = 0,
+) -> bytes:
+    """Arguments of `oasis_load_blocks`."""
+    return _load_blocks.pack(
+        arena,
+        pool,
+        pages,
+        blocks,
+        slots,
+        counts,
+        sequences,
+        kv_heads,
+        num_sealed,
+        swaps,
+        num_pages,
+        num_slots,
+        slot_bytes,
+        num_threads,
+        stream,
+    )
+
+
+def publish_blocks(
+    *,
+    blocks: int,
+    selected_at: int,
+    table_rows: int,
+    kept: int,
+    places: int,
+    new_blocks: int,
+    stamps: int,
+    num_table_rows: int,
+    sequences: int,
+    kv_heads: int,
+    places_per_head: int,
+    swaps: int,
+    num_threads: int = 1,
+    stream: int = 0,
+) -> bytes:
+    """Arguments of `oasis_publish_blocks`."""
+    return _publish_blocks.pack(
+        blocks,
+        selected_at,
+        table_rows,
+        kept,
+        places,
+        new_blocks,
+        stamps,
+        num_table_rows,
+        sequences,
+        kv_heads,
+        places_per_head,
+        swaps,
+        num_threads,
+        stream,
+    )
+
+
+def guess_queries(
+    *,
+    raw: int,
+    errors: int,
+    table_rows: int,
+    turns: int,
+    queries: int,
+    num_table_rows: int,
+    sequences: int,
+    rows: int,
+    query_heads: int,
+    head_dim: int,
+    planes: int,
+    num_threads: int = 1,
+    stream: int = 0,
+) -> bytes:
+    """Arguments of `oasis_guess_queries`."""
+    return _guess_queries.pack(
+        raw,
+        errors,
+        table_rows,
+        turns,
+        queries,
+        num_table_rows,
+        sequences,
+        rows,
+        query_heads,
+        head_dim,
+        planes,
+        num_threads,
+        stream,
+    )
+
+
+def learn_errors(
+    *,
+    errors: int,
+    table_rows: int,
+    queries: int,
+    guessed: int,
+    turns: int,
+    positions: int,
+    guessed_positions: int,
+    num_table_rows: int,
+    sequences: int,
+    rows: int,
+    query_heads: int,
+    head_dim: int,
+    planes: int,
+    queries_sequence_stride: int,
+    queries_head_stride: int,
+    num_threads: int = 1,
+    stream: int = 0,
+    scaling: float,
+    keep: float,
+) -> bytes:
+    """Arguments of `oasis_learn_errors`."""
+    return _learn_errors.pack(
+        errors,
+        table_rows,
+        queries,
+        guessed,
+        turns,
+        positions,
+        guessed_positions,
+        num_table_rows,
+        sequences,
+        rows,
+        query_heads,
+        head_dim,
+        planes,
+        queries_sequence_stride,
+        queries_head_stride,
+        num_threads,
+        stream,
+        scaling,
+        keep,
+    )
+
+
 PACK: dict[str, Callable[..., bytes]] = {
     "append_rows": append_rows,
     "copy_blocks": copy_blocks,
@@ -809,6 +1097,12 @@ PACK: dict[str, Callable[..., bytes]] = {
     "transform_write": transform_write,
     "transform_score": transform_score,
     "read_slots": read_slots,
+    "corrected_attention": corrected_attention,
+    "mark_places": mark_places,
+    "load_blocks": load_blocks,
+    "publish_blocks": publish_blocks,
+    "guess_queries": guess_queries,
+    "learn_errors": learn_errors,
 }
 
 NUMBERS = {
@@ -829,6 +1123,12 @@ NUMBERS = {
     "transform_write": 14,
     "transform_score": 15,
     "read_slots": 16,
+    "corrected_attention": 17,
+    "mark_places": 18,
+    "load_blocks": 19,
+    "publish_blocks": 20,
+    "guess_queries": 21,
+    "learn_errors": 22,
 }
 
 SIZES = {
@@ -849,6 +1149,12 @@ SIZES = {
     "transform_write": _transform_write.size,
     "transform_score": _transform_score.size,
     "read_slots": _read_slots.size,
+    "corrected_attention": _corrected_attention.size,
+    "mark_places": _mark_places.size,
+    "load_blocks": _load_blocks.size,
+    "publish_blocks": _publish_blocks.size,
+    "guess_queries": _guess_queries.size,
+    "learn_errors": _learn_errors.size,
 }
 
 WITH_SCRATCH = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,12 +18,20 @@ from ._library import Library, LibraryUnavailable, load
 from .native import Attention, Moves
 from .native_cuda import on_device
 from .native_selection import Selection
+from .native_step import Steps
 from .native_summaries import Bit2, MinMax
+from .native_tables import Guesses, Transfers
 from .native_transform import Transform
 
 VARIABLE = "OASISKV_OPS"
-_GROUPS: tuple[type, ...] = (Moves, Attention, Selection, MinMax, Bit2, Transform)
+_GROUPS: tuple[type, ...] = (Moves, Attention, Selection, Steps, Transfers, Guesses, MinMax, Bit2, Transform)
 """Each is made with a library and has ops as methods."""
+
+CPU_ONLY: tuple[type, ...] = (Steps, Transfers, Guesses)
+"""What the CUDA library has no code for: on a GPU these are made of other ops, its own and torch's."""
+
+COMPOSED = ("corrected_attention", "load_blocks")
+"""Those whose references take ops of ours that they are made of, as `pieces`."""
 
 
 class Backends:
@@ -55,6 +63,8 @@ class Backends:
             except LibraryUnavailable:
                 return  # said by available(); a machine without CUDA kernels is not a mistake
             self._register(registry, self.cuda, "CUDA", lambda name, native: on_device(name, native, references[name]))
+            for name in set(COMPOSED) - self.cuda.ops:
+                registry.impl(name, partial(references[name], pieces=torch.ops.oasiskv), "CUDA")
 
     def available(self) -> dict[str, dict[str, str]]:
         """For each op, "native" or "reference" for "cpu" and for "cuda"."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from .. import ops
 from ..abc import QueryProjection
 from ..config import OasisConfig
-from ..types import ModelShape
+from ..types import ModelShape, Rotary
 from .lookahead import Lookahead
 
 KEEP = 0.8
@@ -27,6 +28,7 @@ class LayerAhead(Lookahead):
         self._projection: QueryProjection | None = None
         self._errors: list[torch.Tensor] = []
         self._guessed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._turns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, projection: QueryProjection | None) -> None:
         self.uses_hints = False
@@ -37,21 +39,26 @@ class LayerAhead(Lookahead):
     def guess(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         assert self._projection is not None
         assert self.shape.rotary is not None
-        raw = self._projection.project(layer, hidden).float()
-        self._guessed[layer] = (raw[:, :1], positions[:, :1])
-        return self.shape.rotary.rotate(raw + self._errors[layer][rows][:, None], positions)
+        raw = self._projection.project(layer, hidden)
+        self._guessed[layer] = (raw, positions)
+        return ops.guess_queries(raw, self._errors[layer], rows, self._turns_at(self.shape.rotary, positions))
 
     def learn(self, layer: int, queries: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
-        # Only the first row is certain to be part of the text.
-        queries, positions = queries[:, :1], positions[:, :1]
         guessed, guessed_positions = self._guessed.pop(layer, (queries, positions[:0]))
+        rotary = self.shape.rotary
         # A late guess may come in after its step; it teaches nothing about another one.
-        if self.shape.rotary is None or guessed_positions.shape != positions.shape:
+        if rotary is None or guessed_positions.shape != positions.shape:
             return
-        true = self.shape.rotary.rotate(queries, positions, inverse=True)
-        before = self._errors[layer][rows]
-        after = KEEP * before + (1 - KEEP) * (true - guessed)[:, 0]
-        self._errors[layer][rows] = torch.where((guessed_positions == positions)[..., None], after, before)
+        turns = self._turns_at(rotary, positions)
+        errors = self._errors[layer]
+        ops.learn_errors(errors, rows, queries, guessed, turns, positions, guessed_positions, rotary.scaling, KEEP)
+
+    def _turns_at(self, rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
+        """`Rotary.turns`, made once for all layers of a step, which pass the same tensor."""
+        last = self._turns
+        if last is None or last[0] is not positions:
+            last = self._turns = (positions, rotary.turns(positions))
+        return last[1]
 
     def reserve_rows(self, count: int) -> None:
         size = (count, self.shape.query_heads, self.shape.head_dim)

@@ -29,18 +29,6 @@ def mean_over_rows(mass: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (mass * shares[:, :, None, None]).sum(1)
 
 
-def need_over_rows(mass: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """How much some row of a sequence needs each block, `(S, R, H, N)` to `(S, H, N)`: the largest mass, weighted by `(S, R)`.
-
-    Times the square root of the expected number of tokens: a block read for several tokens costs each of them less, and a lower
-    need is worth it. That it is the root was found by trying.
-    """
-    if mass.shape[1] == 1:
-        return mass[:, 0]
-    most = (mass * weights[:, :, None, None]).amax(1)
-    return most * weights.sum(1).sqrt()[:, None, None]
-
-
 def likely_rows(weights: torch.Tensor) -> torch.Tensor:
     """The weights of rows that are more likely to stay than not, and 0 for the others: a working set that follows unlikely
     drafts serves the certain row badly."""

@@ -25,8 +25,8 @@ def truth(driver, sequence, rows, selected):
 
 
 def coverage_of(manager, before):
-    counters = manager.rooms.counters
-    return float(counters.coverage_sum - before[0]) / (counters.coverage_count - before[1])
+    totals = manager.rooms.counters.totals()
+    return (totals.coverage_sum - before.coverage_sum) / (totals.coverage_count - before.coverage_count)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -42,8 +42,7 @@ def test_where_the_summary_is_exact_so_is_the_coverage(workers):
             step = driver.begin(Part(sequence, 1, rows=rows))
             manager.drain()
             selected = [driver.selected(sequence, layer) for layer in range(2)]
-            counters = manager.rooms.counters
-            before = float(counters.coverage_sum), counters.coverage_count
+            before = manager.rooms.counters.totals()
             for layer in range(2):
                 driver.attend(step, layer, Part(sequence, 1, rows=rows))
             expected = truth(driver, sequence, rows, selected)
@@ -73,11 +72,11 @@ def test_padding_rows_count_for_nothing():
             parts = [Part(driver.create(80), 1), Part(driver.create(100), 4, 3, 4)]
             for part in parts:
                 part.rows = driver.draw(part.tokens)
-            found, counters = [], manager.rooms.counters
+            found = []
             for group in [parts] if together else [parts[:1], parts[1:]]:
-                before = float(counters.coverage_sum)
+                before = manager.rooms.counters.totals().coverage_sum
                 driver.run(*group)
-                found.append(float(counters.coverage_sum) - before)
+                found.append(manager.rooms.counters.totals().coverage_sum - before)
             return found
 
     (whole,), (one, four) = sums(True), sums(False)

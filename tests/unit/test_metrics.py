@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from oasiskv.metrics import Counters, Stats
+from oasiskv.metrics import Counters, Stats, Totals
 
 MIB = 1 << 20
 
@@ -17,39 +17,50 @@ def make_stats(**changes):
 
 def test_counters_add_by_name():
     counters = Counters()
-    counters.add(steps=1, loaded_blocks=3)
-    counters.add(steps=2, coverage_sum=0.5)
-    assert (counters.steps, counters.loaded_blocks, counters.coverage_sum) == (3, 3, 0.5)
+    counters.add(steps=1, stored_blocks=3)
+    counters.add(steps=2, late_blocks=5)
+    totals = counters.totals()
+    assert (totals.steps, totals.stored_blocks, totals.late_blocks) == (3, 3, 5)
 
 
 def test_an_unknown_counter_is_an_error():
     with pytest.raises(AttributeError):
         Counters().add(nonsense=1)
+    with pytest.raises(KeyError):
+        Counters().record("nonsense", torch.zeros(1, 2))
 
 
-def test_maxima_only_rise():
+@pytest.mark.parametrize("times", [1, 255, 256, 700])
+def test_rows_add_up_however_many_there_are(times):
     counters = Counters()
-    for new, corrected in ((2, 1), (5, 0), (3, 3)):
-        counters.keep_largest(most_new_blocks=torch.tensor(new), most_corrected_blocks=torch.tensor(corrected))
-    assert counters.most_new_blocks == 5
-    assert counters.most_corrected_blocks == 3
-
-
-def test_tensors_are_added_as_they_are():
-    counters = Counters()
-    counters.add(loaded_blocks=torch.tensor(3))
-    counters.add(loaded_blocks=torch.tensor(4))
-    assert int(counters.loaded_blocks) == 7
+    assert counters.totals() == Totals()
+    for number in range(times):
+        counters.record("selection", torch.tensor([[3, 4], [1, 2]]))
+        counters.record("loads", torch.tensor([[5, 2], [0, 0], [1, number % 9]]))
+        counters.record("corrections", torch.tensor([[7.0, 3.0, 0.25]]))
+        if number % 100 == 7:
+            counters.totals()
+    totals = counters.totals()
+    assert (totals.resident_blocks, totals.wanted_blocks) == (4 * times, 6 * times)
+    assert (totals.loaded_blocks, totals.most_new_blocks) == (6 * times, max(2, min(times - 1, 8)))
+    assert (totals.corrected_blocks, totals.most_corrected_blocks) == (7 * times, 3)
+    assert (totals.coverage_sum, totals.coverage_count) == (0.25 * times, times)
+    assert counters.totals() == totals
 
 
 def test_threads_lose_no_count():
+    def count():
+        for _ in range(500):
+            counters.add(steps=1)
+            counters.record("loads", torch.tensor([[1, 1]]))
+
     counters = Counters()
-    threads = [threading.Thread(target=lambda: [counters.add(steps=1) for _ in range(500)]) for _ in range(4)]
+    threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert counters.steps == 2000
+    assert counters.totals().steps == counters.totals().loaded_blocks == 2000
 
 
 def test_the_report_says_what_it_was_given():

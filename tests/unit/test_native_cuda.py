@@ -11,8 +11,10 @@ import torch
 from oasiskv import ops
 from oasiskv.ops import _abi, native_cuda
 
-# `ops._library` is torch's, not the module.
-_library = importlib.import_module("oasiskv.ops._library")
+from .test_native_step import step_case
+
+# The package has other things by the names of these modules.
+_library, backends = (importlib.import_module(f"oasiskv.ops.{name}") for name in ("_library", "backends"))
 load, LibraryUnavailable = _library.load, _library.LibraryUnavailable
 
 
@@ -93,6 +95,26 @@ def test_other_ops_leave_host_memory_to_the_reference(devices):
     assert call(at("pinned"), at("cuda:0")) == "reference"
 
 
+def test_what_has_no_code_is_made_of_ops_that_have(monkeypatch):
+    registered = {}
+    registry = SimpleNamespace(impl=lambda name, function, key: registered.setdefault((name, key), function))
+    empty = SimpleNamespace(ops=frozenset(), call=lambda name: None)
+    monkeypatch.setattr(backends, "load", lambda device: empty)
+    monkeypatch.setattr(torch.version, "cuda", "12.0")
+    monkeypatch.delenv("OASISKV_OPS", raising=False)
+    backends.Backends(registry, ops.REFERENCE)
+    assert {name for name, key in registered if key == "CUDA"} == set(backends.COMPOSED)
+    case = step_case(rows=2)
+    expected = ops.REFERENCE["corrected_attention"](*case)
+    for found, wanted in zip(registered["corrected_attention", "CUDA"](*case), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    arena, pool = torch.randn(8, 2, 4, 8), torch.zeros(4, 2, 4, 8)
+    table = torch.tensor([[[1, -1], [0, 2]]])
+    arguments = torch.tensor([[2, 0, 3]]), table, torch.tensor([[[0, -1], [3, 1]]])
+    assert registered["load_blocks", "CUDA"](arena, pool, *arguments).tolist() == [[3, 2]]
+    assert torch.equal(pool[[0, 3, 1]], arena[[0, 5, 7]])
+
+
 def test_the_library_loads_without_a_driver_and_says_that_a_launch_failed():
     try:
         library = load("cuda")
@@ -100,7 +122,7 @@ def test_the_library_loads_without_a_driver_and_says_that_a_launch_failed():
         pytest.skip(str(reason))
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
-    assert set(ops.NAMES) <= library.ops
+    assert {name for name in ops.NAMES if not any(hasattr(group, name) for group in backends.CPU_ONLY)} <= library.ops
     pack = _abi.PACK["block_mass"]
     numbers = dict.fromkeys(inspect.signature(pack).parameters, 1) | {"scratch_bytes": 1 << 20, "stream": 0}
     assert library._function("block_mass")(pack(**numbers)) == _abi.FAILED

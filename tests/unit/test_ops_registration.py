@@ -4,6 +4,7 @@ import torch
 from oasiskv import ops
 
 from .codebooks import make_book
+from .test_native_step import step_case
 from .test_ops_attention import make_case
 
 
@@ -38,6 +39,10 @@ def _arguments():
     attention = make_case()
     mass, resident, low, high = _tables()
     pool = torch.randn(6, 2, 4, 8)
+    raw = torch.randn(2, 3, 2, 6)
+    selected = torch.tensor([[[3, 4], [1, -1]]]), torch.tensor([[[5, 6], [7, 8]]]), torch.tensor([[[1, 2], [3, 4]]])
+    kept = torch.tensor([[[3, -1], [-1, -1]]])
+    swaps = torch.tensor([0]), kept, torch.tensor([[[1], [0]]]), torch.tensor([[[0], [1]]]), kept + 5
     return {
         "append_rows": (pool, torch.randn(2, 2, 8), torch.randn(2, 2, 8), torch.tensor([[0, 1], [4, 5]]), torch.tensor([3, 0])),
         "copy_blocks": (pool, torch.randn(3, 2, 4, 8), torch.tensor([5, -1]), torch.tensor([0, 1])),
@@ -53,6 +58,22 @@ def _arguments():
             torch.tensor([0]),
             torch.tensor([[[9, -1], [-1, 8]]]),
             torch.tensor([[[1], [-1]]]),
+        ),
+        "corrected_attention": step_case(rows=2),
+        "mark_places": (*selected[:2], *swaps[:3]),
+        "load_blocks": (pool, torch.randn(8, 2, 4, 8), torch.tensor([[2, 0, -1]]), swaps[3], swaps[3] + 1),
+        "publish_blocks": (*selected[1:], *swaps),
+        "guess_queries": (raw.half(), torch.randn(4, 2, 6), torch.tensor([3, 0]), torch.randn(2, 3, 2, 2)),
+        "learn_errors": (
+            torch.randn(4, 2, 6),
+            torch.tensor([3, 0]),
+            raw,
+            raw + 1,
+            torch.randn(2, 3, 2, 2),
+            torch.arange(6).view(2, 3),
+            torch.arange(6).view(2, 3),
+            1.5,
+            0.8,
         ),
         "minmax_write": (torch.zeros(4, 2, 2, 8), torch.tensor([3, 1]), torch.randn(2, 2, 4, 8)),
         "minmax_score": (torch.randn(4, 2, 2, 8), torch.tensor([[3, -1]]), torch.randn(1, 2, 4, 8), 0.5),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from oasiskv import KVManager, Sequence
-from oasiskv.predictors.lookahead import likely_rows, mean_over_rows, need_over_rows
+from oasiskv.ops.reference_step import need_over_rows
+from oasiskv.predictors.lookahead import likely_rows, mean_over_rows
 
 from .driver import SHAPE, Driver, tiny
 

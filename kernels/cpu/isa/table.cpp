@@ -13,6 +13,7 @@ const Kernels table{
     .paged_attention = paged_attention,
     .exact_logits = exact_logits,
     .block_mass = block_mass,
+    .logsumexp = logsumexp,
     .collect_best = collect_best,
     .kth_largest = kth_largest,
     .count_at_least = count_at_least,
