@@ -7,6 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,13 +102,20 @@ class Folder:
         """Write objects that are not there yet, group by group. `proceed` is called before each, and may raise."""
         for group in self._groups(objects):
             proceed()
-            with errors_of(self.path), self._writing:
+            with self._changing():
                 known = self.find([key for key, _ in group])
                 new = {key: data for (key, data), place in zip(group, known, strict=True) if place is None}
                 if new:
                     self._make_room(sum(data.nbytes for data in new.values()))
                     self._write([(key, data, checks_of(data, self._layout.slot_bytes)) for key, data in new.items()])
                     self._thin_out()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What changes files does so here: alone, in a folder that is still ours."""
+        with errors_of(self.path), self._writing:
+            self._lock.check()
+            yield
 
     def _groups(self, objects: Sequence[tuple[SegmentKey, memoryview]]) -> Iterator[list[tuple[SegmentKey, memoryview]]]:
         most = min(_GROUP_BYTES, self._pack_bytes, self._limit or _GROUP_BYTES)
@@ -175,7 +183,7 @@ class Folder:
         """Forget segments and give their space back. `proceed` is called before each, and may raise."""
         for key in keys:
             proceed()
-            with errors_of(self.path), self._writing:
+            with self._changing():
                 found = self._segments.get(key)
                 if found:
                     self._forget(found)
@@ -183,7 +191,7 @@ class Folder:
 
     def forget(self, found: Found) -> bool:
         """Forget a segment that turned out to be damaged; false if it is not there any more, or somewhere else by now."""
-        with errors_of(self.path), self._writing:
+        with self._changing():
             there = self._segments.get(found.segment.key) is found
             if there:
                 self._forget(found)

@@ -14,13 +14,11 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         """Raises `TierUnavailable` if another store has the folder, `OSError` if the file cannot be made."""
-        path = folder / "lock"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._path = folder / "lock"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file may have been deleted since it was opened: then somebody else may have locked its successor.
-            if os.fstat(self._fd).st_nlink == 0:
-                raise TierUnavailable(f"the folder {folder} is being deleted; open it again")
+            self.check()  # the file may have been deleted since it was opened, and its successor locked by somebody else
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, str(os.getpid()).encode(), 0)
         except BlockingIOError:
@@ -33,6 +31,11 @@ class FolderLock:
         except BaseException:
             os.close(self._fd)
             raise
+
+    def check(self) -> None:
+        """Raises `TierUnavailable` if the file that is locked is not there any more: the folder may be somebody else's now."""
+        if os.fstat(self._fd).st_nlink == 0:
+            raise TierUnavailable(f"{self._path} has been removed while the folder was in use; open the file tier again")
 
     def release(self) -> None:
         """Give the folder back. In a forked child, the parent keeps it."""

@@ -39,7 +39,6 @@ class Pack:
         self.live_bytes = 0
         self.grows = True
         self._index_bytes = index.HEADER_BYTES
-        self._identity = (0, 0)
         self._offsets: list[int] = []
         self._live: dict[int, Placed] = {}
 
@@ -52,8 +51,8 @@ class Pack:
     def create(cls, folder: Path, number: int, layout: SegmentLayout, *, sync: bool) -> Self:
         """Make the files of a new pack, or none. Files of this number must not be there."""
         pack = cls(folder, number, layout)
-        with opened(pack.data_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-            pack._identity = _identity(fd)
+        with opened(pack.data_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL):
+            pass
         try:
             with opened(pack._index_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 write_all(fd, [memoryview(index.header(layout))], 0)
@@ -79,7 +78,6 @@ class Pack:
                 raise TierUnavailable(f"{path} is no regular file; use another folder, or delete it")
         self.grows = False
         with opened(self.data_path, os.O_RDWR) as data, opened(self._index_path, os.O_RDWR) as fd:
-            self._identity = _identity(data)
             self.size = os.fstat(data).st_size
             with open(fd, "rb", closefd=False) as file:
                 try:
@@ -119,7 +117,6 @@ class Pack:
             offset += data.nbytes
         records = b"".join([index.placed(segment) for segment in added])
         try:
-            self._check_identity()
             with opened(self.data_path, os.O_WRONLY) as fd:
                 write_all(fd, [data for _, data, _ in objects], self.size)
                 if sync:
@@ -159,7 +156,6 @@ class Pack:
         if not self._live and not self.grows:
             self.remove()
             return True
-        self._check_identity()
         with opened(self._index_path, os.O_WRONLY) as fd:
             record = index.gone(segment.offset)
             write_all(fd, [memoryview(record)], self._index_bytes)
@@ -183,14 +179,3 @@ class Pack:
         self._offsets.clear()
         self.live_bytes = 0
         self.grows = False
-
-    def _check_identity(self) -> None:
-        """What lies at the path may have been put there by somebody else, after the folder was removed underneath."""
-        status = os.stat(self.data_path)
-        if (status.st_dev, status.st_ino) != self._identity:
-            raise FileNotFoundError(f"{self.data_path} has been replaced")
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
