@@ -22,3 +22,8 @@ def backend(request, monkeypatch):
         for name, function in ops.REFERENCE.items():
             monkeypatch.setattr(ops, name, function)
     return request.param
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param

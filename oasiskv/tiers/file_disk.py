@@ -1,0 +1,94 @@
+"""What the file tier asks of the operating system. Its errors become those of tier stores here."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import TierFull, TierUnavailable
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+_NO_HOLES = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+
+
+@contextmanager
+def errors_of(folder: Path) -> Iterator[None]:
+    """Turns `OSError` into `TierFull` or `TierUnavailable`."""
+    try:
+        yield
+    except TierUnavailable:  # is an OSError itself, and says more already
+        raise
+    except OSError as error:
+        if is_full(error):
+            raise TierFull(
+                f"the medium of the file tier in {folder} is full ({error}); free space or lower its limit"
+            ) from error
+        raise TierUnavailable(f"the file tier in {folder} cannot be used: {error}") from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that there is no room, for this file or for this user."""
+    return error.errno in _FULL
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A file descriptor for as long as the block runs. Symbolic links are not followed. Raises `OSError`."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
+    """Write buffers one after the other. Raises `OSError`."""
+    while buffers:
+        count = os.pwritev(fd, buffers[:_IOV_MAX], offset)
+        buffers, offset = _after(buffers, count), offset + count
+
+
+def read_all(fd: int, buffers: list[memoryview], offset: int) -> bool:
+    """Fill buffers one after the other; false if the file ends before, or if the medium cannot read it. Raises `OSError` for
+    anything else."""
+    while buffers:
+        try:
+            count = os.preadv(fd, buffers[:_IOV_MAX], offset)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return False
+            raise
+        if not count:
+            return False
+        buffers, offset = _after(buffers, count), offset + count
+    return True
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of buffers when their first `count` bytes are done."""
+    for position, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[position + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def punch(fd: int, start: int, end: int) -> bool:
+    """Give the blocks of a range back to the file system; false where it cannot. Raises `OSError`."""
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    except AttributeError:  # not Linux, or a libc without it
+        return False
+    result = fallocate(fd, _KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(end - start))
+    if not result:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_HOLES:
+        return False
+    raise OSError(code, f"a hole from {start} to {end}: {os.strerror(code)}")
