@@ -65,3 +65,7 @@ async def at_every_suspension(
         await afterwards(at)
         if not reached:
             return
+
+
+async def nothing(_: int) -> None:
+    """For `afterwards`, where there is nothing to check in between."""
