@@ -16,6 +16,9 @@ from .errors import ConfigError
 DEFAULT_EVENTS = 200_000
 """Slices that a trace keeps: about 80 MB, and about 1,000 steps of a model with 32 layers."""
 
+_ORDER = ("foreground", "waits", "predict", "select", "mark", "transfer")
+"""Of lanes in the viewer, from the top; others follow."""
+
 now = time.perf_counter_ns
 """The clock of traces, in nanoseconds."""
 
@@ -139,7 +142,9 @@ class Trace:
         lanes = [lane for lane, _ in tracks]
         for (lane, thread), track in tracks.items():
             own = lane if lanes.count(lane) == 1 else f"{lane} ({self._threads[thread]})"
-            named += [("thread_name", track, {"name": own}), ("thread_sort_index", track, {"sort_index": track})]
+            base = lane.partition(",")[0]
+            rank = _ORDER.index(base) if base in _ORDER else len(_ORDER)
+            named += [("thread_name", track, {"name": own}), ("thread_sort_index", track, {"sort_index": rank})]
         return [{"name": name, "ph": "M", "pid": process, "tid": track, "args": args} for name, track, args in named]
 
     def save(self, path: str | os.PathLike[str]) -> None:

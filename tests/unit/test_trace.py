@@ -57,6 +57,15 @@ def test_background_stages_have_lanes_with_layers_and_what_was_moved(workers):
     assert sum(one["bytes"] for one in moved) == stats.loaded_blocks * SHAPE.slot_bytes(4)
 
 
+def test_the_foreground_is_on_top():
+    trace = Trace()
+    run(trace)
+    events = trace.as_dict()["traceEvents"]
+    title = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rank = {title[event["tid"]]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert sorted(rank, key=rank.get) == ["foreground", "waits", "predict", "select", "mark", "transfer"]
+
+
 def test_waits_have_a_lane():
     trace = Trace()
     run(trace, workers=1)
