@@ -8,7 +8,7 @@ LOGGER = logging.getLogger("oasiskv")
 LOGGER.addHandler(logging.NullHandler())
 
 
-def event(level: int, name: str, **values: object) -> None:
+def event(level: int, name: str, /, **values: object) -> None:
     """Log `name key=value key=value`. The record has `event`, the name, and `values`, the dict, for formatters that want them.
 
     Nothing that happens in every step may come at `INFO` or above.

@@ -123,7 +123,7 @@ def _probe_copies(
         targets = torch.arange(reads, device=device)
         clock = _Clock(seconds)
         while clock.running():
-            chosen = torch.randint(places, (reads,)).to(device)
+            chosen = torch.randperm(places)[:reads].to(device)
             sides = (arena, pool, chosen, targets) if upward else (pool, arena, targets, chosen)
             clock.add(_timed(partial(ops.copy_blocks, *sides), on_gpu))
         yield clock.measured(tier, direction, piece_bytes, reads)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 
 DEFAULT_EVENTS = 200_000
-"""Slices that a trace keeps: about 80 MB, and about 1,000 steps of a model with 32 layers."""
+"""Slices that a trace keeps: about 100 MB, and about 1,000 steps of a model with 32 layers."""
 
 _ORDER = ("foreground", "waits", "predict", "select", "mark", "transfer")
 """Of lanes in the viewer, from the top; others follow."""
@@ -83,7 +83,7 @@ class Trace:
             if text not in self._notes:
                 self._notes.append(text)
 
-    def add(self, lane: str, name: str, start: int, **values: Any) -> None:  # noqa: ANN401 (whatever JSON takes)
+    def add(self, lane: str, name: str, start: int, /, **values: Any) -> None:  # noqa: ANN401 (whatever JSON takes)
         """A slice of this thread from `start`, by `now`, until now. Slices of a thread in a lane must nest."""
         self.add_values(lane, name, start, values)
 
@@ -94,11 +94,11 @@ class Trace:
             self._threads[thread] = threading.current_thread().name
         self._keep(_Slice(lane, thread, name, start, now(), values))
 
-    def add_overlapping(self, lane: str, name: str, start: int, **values: Any) -> None:  # noqa: ANN401 (as above)
+    def add_overlapping(self, lane: str, name: str, start: int, /, **values: Any) -> None:  # noqa: ANN401 (as above)
         """A slice from `start` until now that may overlap others of its lane, as calls of coroutines do."""
         self._keep(_Slice(lane, None, name, start, now(), values))
 
-    def slice(self, lane: str, name: str, **values: Any) -> Open:  # noqa: ANN401 (as above)
+    def slice(self, lane: str, name: str, /, **values: Any) -> Open:  # noqa: ANN401 (as above)
         """A slice for the time of a `with` block, also if it raises. Gives its values, for those that are known at the end."""
         return Open(self, lane, name, values)
 

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.seconds <= 60:
         raise InputError(f"--seconds is {options.seconds}; it must be above 0 and at most 60")
     layout = probe.segment_layout(demand.shape, demand.config.block_size)
-    stores = [(tier_name(text), open_store(text, layout)) for text in options.tier]
+    stores = list(zip(tier_names(options.tier), [open_store(text, layout) for text in options.tier], strict=True))
     with Status(quiet=options.json) as status:
         machine = read_machine()
         measured, problems = _measure(demand, stores, options.seconds, status)
@@ -108,10 +108,15 @@ def read_demand(options: argparse.Namespace) -> Demand:
     return Demand(shape, config, options.context, options.batch, options.tokens_per_s, options.new_blocks)
 
 
-def tier_name(text: str) -> str:
-    """A location without its options, which may hold secrets."""
-    location = Location.parse(text)
-    return f"{location.name}:{location.path}"
+def tier_names(locations: list[str]) -> list[str]:
+    """Locations without their options, which may hold secrets; numbered where that makes two of them the same. Raises
+    `ConfigError` for what is no location."""
+    names: list[str] = []
+    for location in map(Location.parse, locations):
+        name = f"{location.name}:{location.path}"
+        again = 1 + sum(other.partition(" (")[0] == name for other in names)
+        names.append(name if again == 1 else f"{name} ({again})")
+    return names
 
 
 def open_store(text: str, layout: SegmentLayout) -> TierStore:

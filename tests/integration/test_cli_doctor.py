@@ -97,6 +97,11 @@ def test_large_batches_are_measured_in_part(capsys, monkeypatch):
     assert max(one["batch"] for one in report["measurements"]) == 64
 
 
+def test_a_tier_is_named_without_its_options_and_told_from_others():
+    names = doctor.tier_names(["file:/a?limit=1GiB", "file:/b", "file:/a?direct=yes", "file:/a"])
+    assert names == ["file:/a", "file:/b", "file:/a (2)", "file:/a (3)"]
+
+
 def test_a_model_of_ones_own():
     demand = doctor.read_demand(options("--layers", "2", "--kv-heads", "4", "--head-dim", "32", "--dtype", "float16"))
     assert demand.slot_bytes == 2 * 16 * 32 * 2

@@ -57,6 +57,21 @@ def test_background_stages_have_lanes_with_layers_and_what_was_moved(workers):
     assert sum(one["bytes"] for one in moved) == stats.loaded_blocks * SHAPE.slot_bytes(4)
 
 
+def test_hints_are_parts_of_a_step():
+    trace = Trace()
+    with KVManager(SHAPE, tiny(), trace=trace) as manager:
+        driver = Driver(manager)
+        sequence = driver.create(80)
+        part = Part(sequence, 1)
+        step = driver.begin(part)
+        step.hint(1, torch.randn(1, 32))
+        for layer in range(2):
+            driver.attend(step, layer, part)
+        step.commit()
+    foreground = check(trace.as_dict())["foreground"]
+    assert names(foreground[-6:]) == ["step", "begin_step", "hint 1", "attend 0", "attend 1", "commit"]
+
+
 def test_the_foreground_is_on_top():
     trace = Trace()
     run(trace)
