@@ -32,8 +32,8 @@ class _Slice(NamedTuple):
     values: dict[str, Any]
 
 
-class Open:
-    """A slice that has begun: see `Trace.slice`."""
+class OpenSlice:
+    """A slice that has begun; made by `Trace.slice`."""
 
     __slots__ = ("_lane", "_name", "_start", "_trace", "_values")
 
@@ -98,9 +98,9 @@ class Trace:
         """A slice from `start` until now that may overlap others of its lane, as calls of coroutines do."""
         self._keep(_Slice(lane, None, name, start, now(), values))
 
-    def slice(self, lane: str, name: str, /, **values: Any) -> Open:  # noqa: ANN401 (as above)
+    def slice(self, lane: str, name: str, /, **values: Any) -> OpenSlice:  # noqa: ANN401 (as above)
         """A slice for the time of a `with` block, also if it raises. Gives its values, for those that are known at the end."""
-        return Open(self, lane, name, values)
+        return OpenSlice(self, lane, name, values)
 
     def _keep(self, entry: _Slice) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import torch
 from .abc import LayerWork, Ticket, TransferScheduler
 from .sequence import Sequence
 from .step import Step
-from .trace import Open, Trace, now
+from .trace import OpenSlice, Trace, now
 from .types import ModelShape
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class TracedScheduler(TransferScheduler):
         self._slot_bytes = shape.slot_bytes(block_size)
         self._enqueues = shape.device.type == "cuda"
         if self._enqueues:
-            trace.note("lanes marked 'enqueued' show when the host enqueued work for the device, not when the device ran it")
+            trace.note(
+                "all times are the host's: lanes marked 'enqueued' show when it enqueued work, not when the device ran it"
+            )
 
     def submit(self, work: LayerWork) -> Ticket:
         """As in the contract, like the methods below."""
@@ -95,7 +97,7 @@ class TracedScheduler(TransferScheduler):
         """See `submit`."""
         self._inner.close()
 
-    def slice(self, lane: str, name: str, **values: int) -> Open:
+    def slice(self, lane: str, name: str, **values: int) -> OpenSlice:
         """As `Trace.slice`; the lane's name says whether its times are those of the work."""
         return self._trace.slice(f"{lane}, enqueued" if self._enqueues else lane, name, **values)
 
@@ -140,7 +142,7 @@ class TracedWork:
         """See `predict`."""
         return self._work.pending_blocks()
 
-    def _slice(self, stage: str) -> Open:
+    def _slice(self, stage: str) -> OpenSlice:
         return self._scheduler.slice(stage, f"{stage} {self.layer}", layer=self.layer)
 
 

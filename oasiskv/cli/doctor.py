@@ -17,7 +17,7 @@ import torch
 from .. import __version__, ops, probe, registry
 from ..config import OasisConfig
 from ..demand import BUSY_GPU_BYTES_PER_S, Demand
-from ..errors import InputError, TierError
+from ..errors import InputError, IntegrityError, TierError
 from ..probe import Measurement
 from ..tiers import Location, SegmentLayout, TierStore
 from ..topology import Machine, read_machine
@@ -149,7 +149,7 @@ def _measure(
         status.say(name)
         try:
             anyio.run(probe.probe_tier, store, name, batch, seconds, done)
-        except TierError as error:  # what else there is to say about this machine is worth saying
+        except (TierError, IntegrityError) as error:  # what else there is to say about this machine is worth saying
             problems[name] = str(error)
     return measured, problems
 

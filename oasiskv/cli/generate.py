@@ -72,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--compare steps both runs token by token, so it takes no --draft; run them one after the other")
     if options.trace is not None and not options.trace.absolute().parent.is_dir():
         raise InputError(f"--trace is {options.trace}, and there is no directory {options.trace.absolute().parent}")
+    if options.trace is not None and options.trace.is_dir():
+        raise InputError(f"--trace is {options.trace}, a directory; name a file")
     trace = Trace() if options.trace is not None else None
     text = _read(options)
     from ..adapters.hf import run as runner
@@ -88,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
         finally:  # a run that failed or was interrupted is worth looking at, too
             if trace is not None:
                 trace.save(options.trace)
-                progress.say(f"{options.trace}: {trace.dropped} older slices dropped; open it at ui.perfetto.dev")
+                dropped = f"; {trace.dropped} older slices had no room" if trace.dropped else ""
+                progress.say(f"{options.trace}: open it at ui.perfetto.dev{dropped}")
     _print(report, options)
     return 0
 

@@ -88,6 +88,7 @@ def test_a_trace_shows_every_step_and_layer(directory, text, tmp_path, capsys, m
         (["--budget", "32"], "cannot hold the sinks"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--summary", "nonsense"], "no plug-in 'nonsense'.*minmax.*transform"),
+        (["--trace", "/"], "--trace is /, a directory"),
         (["--trace", "/nowhere/steps.json"], "--trace is /nowhere/steps.json, and there is no directory /nowhere"),
         (["--compare", "--draft", "prompt-lookup"], "takes no --draft"),
     ],

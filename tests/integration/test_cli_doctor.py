@@ -11,7 +11,7 @@ import pytest
 
 from oasiskv import probe
 from oasiskv.cli import doctor, main
-from oasiskv.errors import TierUnavailable
+from oasiskv.errors import IntegrityError, LayoutMismatch, TierUnavailable
 from oasiskv.probe import Measurement
 from oasiskv.tiers.memory import MemoryStore
 
@@ -108,15 +108,16 @@ def test_a_model_of_ones_own():
     assert demand.step_bytes == 4 * 4 * 2 * 2048
 
 
-def test_a_tier_that_is_down_is_told_and_the_rest_is_measured(capsys, monkeypatch):
+@pytest.mark.parametrize("error", [TierUnavailable, LayoutMismatch, IntegrityError])
+def test_a_tier_that_fails_is_told_and_the_rest_is_measured(capsys, monkeypatch, error):
     async def fail(self):
-        raise TierUnavailable("nobody answers")
+        raise error("it is broken")
 
     monkeypatch.setattr(MemoryStore, "open", fail)
     code, out, err = call(capsys, "--tier", "memory:somewhere")
     assert code == 1
     assert "host memory" in out
-    assert "memory:somewhere: could not be measured: nobody answers" in err
+    assert "memory:somewhere: could not be measured: it is broken" in err
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_on_cuda_lanes_say_that_their_times_are_the_hosts_and_nothing_waits_for_
     tracks = check(whole)
     assert set(tracks) == {f"{lane}, enqueued" for lane in ("predict", "select", "mark", "transfer", "waits")}
     assert tracks["transfer, enqueued"][0]["args"] == {"layer": 0}
-    assert "when the host enqueued" in whole["otherData"]["notes"][0]
+    assert "when it enqueued" in whole["otherData"]["notes"][0]
 
 
 def test_memory_is_bounded_and_what_was_dropped_is_counted():
