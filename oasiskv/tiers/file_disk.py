@@ -59,7 +59,7 @@ def read_all(fd: int, buffers: list[memoryview], offset: int) -> bool:
     anything else."""
     while buffers:
         try:
-            count = os.preadv(fd, buffers[:_IOV_MAX], offset)
+            count = os.preadv(fd, buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], offset)
         except OSError as error:
             if error.errno == errno.EIO:
                 return False

@@ -10,7 +10,6 @@ from itertools import groupby
 from .file_calls import Proceed
 from .file_disk import errors_of, opened, read_all
 from .file_folder import Folder, Found
-from .file_index import CHECK_BYTES, checks_of
 from .file_pack import Pack
 from .segments import Outcome, Read
 
@@ -76,6 +75,7 @@ class Loading:
 
     def _load_with(self, flags: int, pack: Pack, wanted: list[_Wanted], proceed: Proceed) -> list[int]:
         again: list[int] = []
+        hold = self._folder.checks.hold
         since = _RUN_BYTES
         with opened(pack.data_path, flags) as fd:
             for run, size in self._runs(wanted):
@@ -86,7 +86,8 @@ class Loading:
                 read_all(fd, [self._reads[position].into for _, _, position, _ in run], run[0][1])
                 for _, _, position, found in run:
                     # A run that is not whole may still have filled the buffers of some reads; each is judged by its slots.
-                    if self._is_right(self._reads[position], found):
+                    read, segment = self._reads[position], found.segment
+                    if hold(segment.checks, read.into, read.offset // self._slot_bytes, segment.slots):
                         self.outcomes[position] = Outcome.HIT
                     elif self._folder.forget(found):
                         self.outcomes[position] = Outcome.CORRUPT
@@ -107,8 +108,3 @@ class Loading:
             size += count
         if run:
             yield run, size
-
-    def _is_right(self, read: Read, found: Found) -> bool:
-        first = read.offset // self._slot_bytes * CHECK_BYTES
-        last = first + read.into.nbytes // self._slot_bytes * CHECK_BYTES
-        return checks_of(read.into, self._slot_bytes) == found.segment.checks[first:last]
