@@ -251,7 +251,7 @@ class Folder:
     def _move(self, pack: Pack, segment: Placed) -> None:
         data = memoryview(bytearray(segment.nbytes))
         with opened(pack.data_path, os.O_RDONLY) as fd:
-            read_all(fd, [data], segment.offset)
+            read_all(fd, [data], segment.offset, segment.nbytes)
         if self.checks.of(data) == segment.checks:
             self._write([(segment.key, data, segment.checks)])
 
