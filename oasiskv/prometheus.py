@@ -123,7 +123,7 @@ class Collector(BaseCollector):
         yield from _tier_families(stores)
 
 
-def _read(manager: KVManager) -> tuple[Stats, Counters] | None:
+def _read(manager: KVManager) -> tuple[Stats, Totals] | None:
     try:
         return None if manager.closed else (manager.stats(), manager.rooms.counters.totals())
     except Exception:
@@ -132,7 +132,7 @@ def _read(manager: KVManager) -> tuple[Stats, Counters] | None:
         raise
 
 
-def _manager_families(readings: list[tuple[str, Stats, Counters]]) -> Iterator[Metric]:
+def _manager_families(readings: list[tuple[str, Stats, Totals]]) -> Iterator[Metric]:
     for metric in MANAGER_METRICS:
         family = _KINDS[metric.kind](f"oasiskv_{metric.name}", metric.help, labels=["manager"])
         for name, stats, counters in readings:
