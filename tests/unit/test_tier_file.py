@@ -87,6 +87,18 @@ async def test_the_next_store_finds_what_the_last_one_held(tmp_path):
         assert await whole(store, 4) == content(4)
 
 
+async def test_many_short_lives_do_not_leave_many_files(tmp_path):
+    for number in range(20):
+        async with FileStore(LAYOUT, tmp_path, pack_bytes=8 * SEGMENT) as store:
+            await store_all(store, [number])
+            if number % 4 == 3:
+                await store.delete([key(number)])  # the next one begins where this one lay
+            assert [await whole(store, n) for n in range(number)] == [
+                Outcome.MISS if n % 4 == 3 else content(n) for n in range(number)
+            ]
+    assert len(list(tmp_path.glob("*.data"))) <= 3
+
+
 async def test_the_least_recently_used_segments_go_first(tmp_path):
     async with FileStore(LAYOUT, tmp_path, 4 * SEGMENT) as store:
         await store_all(store, range(4))
@@ -235,7 +247,7 @@ def test_a_location_says_where_and_how(tmp_path):
 async def test_a_folder_is_made_with_its_parents(tmp_path):
     async with FileStore(LAYOUT, tmp_path / "a" / "b") as store:
         await store_all(store, [0])
-    assert (tmp_path / "a" / "b" / "00000001.data").stat().st_size == SEGMENT
+    assert (tmp_path / "a" / "b" / "oasiskv-00000001.data").stat().st_size == SEGMENT
 
 
 async def test_calls_may_overlap(tmp_path):
