@@ -39,8 +39,8 @@ class FileStore(TierStore):
     The order of use is kept in memory. The next process starts with the order in which files were written.
 
     Segments lie in *packs*, files of bounded size that grow at their end. What is forgotten becomes a hole in its file, and a
-    pack of which less than a quarter is left is emptied into the one that grows. On a file system without holes, room is made by
-    giving up whole packs.
+    pack of which less than a quarter is left is emptied into the one that grows. On a file system without holes, room is made
+    by giving up whole packs.
 
     Args:
         layout: of the segments; the folder holds one layout.

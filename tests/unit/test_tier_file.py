@@ -136,6 +136,19 @@ async def test_the_disk_holds_about_as_much_as_the_limit_in_long_runs(tmp_path, 
         assert await whole(store, 0) == content(0)
 
 
+async def test_segments_that_end_inside_a_block_of_the_disk_give_their_space_back_too(tmp_path):
+    size = 3 * LAYOUT.slot_bytes  # 1.5 KiB: no segment has a block of its own
+    async with FileStore(LAYOUT, tmp_path, 16 * size, pack_bytes=1 << 20) as store:
+        for number in range(400):
+            await store.store([(key(number), memoryview(content(number)[:size]))])
+        assert store.used_bytes == 16 * size
+        (data,) = tmp_path.glob("*.data")
+        assert data.stat().st_blocks * 512 < 2 * 16 * size < data.stat().st_size
+        into = bytearray(size)
+        assert await store.load([Read(key(399), 0, memoryview(into))]) == [Outcome.HIT]
+        assert into == content(399)[:size]
+
+
 async def test_survivors_of_nearly_empty_packs_move_so_that_files_stay_few(tmp_path):
     limit = 64 * SEGMENT
     keep = [n for n in range(640) if n % 16 == 0]

@@ -86,6 +86,16 @@ async def test_what_is_forgotten_as_damaged_stays_forgotten(tmp_path):
         assert await store.contains([key(0), key(1)]) == [False, True]
 
 
+async def test_a_changed_name_in_the_index_gives_nobody_what_is_not_theirs(tmp_path):
+    async with FileStore(LAYOUT, tmp_path) as store:
+        await store_all(store, range(3))
+    index = tmp_path / "oasiskv-00000001.index"
+    place = index.read_bytes().index(key(1).digest)
+    change(index, place, key(6).digest)  # same layer
+    async with FileStore(LAYOUT, tmp_path) as store:
+        assert await store.contains([key(n) for n in (0, 1, 6)]) == [True, False, False]
+
+
 async def test_a_truncated_file_is_damage_to_what_it_cuts_and_to_nothing_else(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, range(3))
@@ -299,9 +309,7 @@ async def test_a_newer_format_is_refused_with_both_versions_named(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, [0])
     change(tmp_path / "oasiskv-00000001.index", 8, (7).to_bytes(4, "little"))
-    with pytest.raises(
-        LayoutMismatch, match=r"0001\.index.*version 7.*version 1.*use another folder, or delete it"
-    ):
+    with pytest.raises(LayoutMismatch, match=r"0001\.index.*version 7.*version 1.*use another folder, or delete it"):
         await FileStore(LAYOUT, tmp_path).open()
 
 
