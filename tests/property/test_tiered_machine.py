@@ -34,7 +34,7 @@ class Failing(MemoryStore):
 
 
 class TieredMachine(TierStoreMachine):
-    """A segment may be missed while a tier is down that may be the only one to have it, and at no other time."""
+    """A segment may be missed while the last tier is down, which may be the only one to have it, and at no other time."""
 
     def make(self, folder, layout, limit_bytes):
         size = layout.segment_bytes
@@ -58,12 +58,20 @@ class TieredMachine(TierStoreMachine):
         self.store(objects=[(key(number), 6, 0)])
         self.delete(names=[key(number)])
 
+    @rule(down=st.sampled_from([1, 2]))
+    def store_while_it_fails(self, down):
+        """More than the first tier holds, which is there when the other one is asked again."""
+        self.fail(number=down, down=True)
+        self.store(objects=[(key(number), 6, 0) for number in range(4)])
+        self.fail(number=down, down=False)
+        self.load(ranges=[(key(number), 0, 6) for number in range(4)], overlapping=False)
+
     def _bytes(self, name, slots, version):
         return content(name, slots=6)  # the same each time, as the contract says
 
     @property
     def _forgets(self):
-        return any(tier.down for tier in self._tiers[1:])
+        return self._tiers[2].down
 
 
 class OnTrio(TieredMachine):
