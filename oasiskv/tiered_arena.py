@@ -280,6 +280,7 @@ class TieredArena(Arena):
                 self._make_free(layer, len(owners))
                 places = [self._free_slots[layer].pop() for _ in range(min(len(owners), len(self._free_slots[layer])))]
                 self._state[layer, places] = SlotState.FILLING
+                self.counters.failed += len(owners) - len(places)
         if absent.any():
             found = np.full(len(owners), EMPTY, np.int64)
             found[: len(places)] = self._fill(layer, owners[: len(places)], places)

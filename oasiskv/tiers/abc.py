@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -101,6 +101,12 @@ class TierStore(_Resource):
         """Whether a call that has ended may still touch this buffer, which no one else may use until this turns false. Never
         blocks, may be called from any thread."""
         return False
+
+    @property
+    def load_blocking(self) -> Callable[[Sequence[Read]], list[Outcome]] | None:
+        """`load` in the calling thread, for any number of threads at once; `None` if the store cannot do that. An optional
+        speed-up for media that answer in microseconds, and do not hang: the caller can neither cancel it nor give it up."""
+        return None
 
     @property
     def used_bytes(self) -> int:

@@ -125,6 +125,21 @@ class FileStore(TierStore):
         await self._run_all([loading.run for loading in loadings])
         return [outcome for loading in loadings for outcome in loading.outcomes]
 
+    @property
+    def load_blocking(self) -> Callable[[Sequence[Read]], list[Outcome]]:
+        return self._load_here
+
+    def _load_here(self, reads: Sequence[Read]) -> list[Outcome]:
+        folder = self._open_folder()
+        check_reads(reads, self.layout, self._traits)
+        loading = Loading(folder, reads, self.layout.slot_bytes, self._direct)
+        self._calls.begin()
+        try:
+            loading.run(self._calls.check)
+        finally:
+            self._calls.end()
+        return loading.outcomes
+
     async def _run_all(self, pieces: Sequence[Callable[[Proceed], None]]) -> None:
         """Run pieces side by side. All have ended when the first error is raised."""
         failures: list[OasisError] = []

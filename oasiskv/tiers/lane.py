@@ -101,7 +101,11 @@ class TierLane:
 
         if not reads:
             return []
-        outcomes = self._wait(load, reads[0].key, [read.into for read in reads], timeout_s)
+        here = self._store.load_blocking
+        if here is None:
+            outcomes = self._wait(load, reads[0].key, [read.into for read in reads], timeout_s)
+        else:
+            outcomes = self._guarded(lambda: [outcome for part in self._batches(reads) for outcome in here(part)], reads[0].key)
         found = {outcome: outcomes.count(outcome) for outcome in Outcome}
         self._count(
             hits=found[Outcome.HIT],
@@ -224,19 +228,27 @@ class TierLane:
                 setattr(self._counters, name, getattr(self._counters, name) + value)
 
     def _wait(self, action: Callable[[], Awaitable[T]], key: SegmentKey, buffers: Sequence[memoryview], timeout_s: float) -> T:
+        _check_seconds("timeout_s", timeout_s)
+
+        def run() -> T:
+            try:
+                return self._calls.run(action, buffers, timeout_s)
+            except TimeoutError:
+                self._count(timeouts=1)
+                raise _late(timeout_s) from None
+
+        return self._guarded(run, key)
+
+    def _guarded(self, call: Callable[[], T], key: SegmentKey) -> T:
+        """Make a call unless the store is taken for dead, and learn from how it ends."""
         self._check_open()
         self._thread.check_caller()
-        _check_seconds("timeout_s", timeout_s)
         if self._breaker.is_open:
             self._count(refused=1, failed_loads=1)
             raise _refused()
         begin = perf_counter()
         try:
-            result = self._calls.run(action, buffers, timeout_s)
-        except TimeoutError:
-            self._trip(key)
-            self._count(timeouts=1, failed_loads=1, load_s=perf_counter() - begin)
-            raise _late(timeout_s) from None
+            result = call()
         except OasisError as error:
             if not isinstance(error, (InputError, StateError)):
                 self._trip(key)
