@@ -6,8 +6,9 @@ from .manager import KVManager
 from .metrics import Stats
 from .sequence import Phase, Sequence
 from .step import Step
+from .trace import Trace
 from .types import ModelShape, Rotary
 
 __version__ = "0.1.0"
 
-__all__ = ["KVManager", "ModelShape", "OasisConfig", "OasisError", "Phase", "Rotary", "Sequence", "Stats", "Step"]
+__all__ = ["KVManager", "ModelShape", "OasisConfig", "OasisError", "Phase", "Rotary", "Sequence", "Stats", "Step", "Trace"]

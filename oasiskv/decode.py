@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from . import layout, ops
 from .correction import Correction
+from .log import event
 from .predictors.lookahead import likely_rows
 from .refresh import LayerIndex, Refresh, SparseRows, load_limits
 from .room import trim
@@ -206,7 +208,9 @@ class DecodeRows:
             return
         late = ticket.skip()
         if late is not None:
-            self._rooms.counters.add(late_layers=1, late_blocks=late.pending_blocks())
+            blocks = late.pending_blocks()
+            self._rooms.counters.add(late_layers=1, late_blocks=blocks)
+            event(logging.DEBUG, "late", layer=layer, blocks=blocks, step=self._manager.step_number)
 
     def _gather(self, table: torch.Tensor) -> torch.Tensor:
         """The part of a table of all sequences that belongs to the sparse ones."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -12,8 +14,9 @@ import torch
 from . import layout, ops, registry, room
 from .abc import KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
 from .config import OasisConfig
-from .errors import InputError, OasisError, StateError
+from .errors import InputError, IntegrityError, OasisError, StateError
 from .integrity import check_integrity
+from .log import event
 from .metrics import Counters, Stats
 from .pool import Pool
 from .refresh import Rooms
@@ -24,6 +27,8 @@ from .step import Step
 from .streams import StreamScheduler
 from .tiered_arena import make_arena
 from .tiers.abc import TierStore
+from .trace import Trace
+from .traced import TracedScheduler, TracedStep
 from .types import ModelShape
 from .working_set import WorkingSets, window_start
 
@@ -60,6 +65,7 @@ class KVManager:
         scheduler: runs the background work; by default as `config.workers` says.
         projection: how the model makes queries, for predictors that look a layer ahead (`Step.hint`).
         tier: a store below the arena, in place of `config.tier`; made for `SegmentLayout.of(shape, config)` and not open yet.
+        trace: takes what runs when (`Trace.save`), if there is one.
     """
 
     @_persistent
@@ -70,6 +76,7 @@ class KVManager:
         scheduler: TransferScheduler | None = None,
         projection: QueryProjection | None = None,
         tier: TierStore | None = None,
+        trace: Trace | None = None,
     ) -> None:
         config = config or OasisConfig()
         self.shape = shape
@@ -89,6 +96,9 @@ class KVManager:
             counters=Counters(),
         )
         self.scheduler = scheduler or default_scheduler(shape.device, config.workers)
+        if trace is not None:
+            self.scheduler = TracedScheduler(self.scheduler, trace, shape, config.block_size)
+        self._trace = trace
         self.tickets: list[Ticket | None] = [None] * shape.num_layers
         self.step_number = 0
         self.fitted_length: int | None = None
@@ -226,13 +236,19 @@ class KVManager:
         refit_outgrown(self, list(sequences))
         self.step_number += 1
         self.rooms.arena.begin_step()
-        self._open = Step(self, list(sequences), list(num_tokens), drafts)
+        make = Step if self._trace is None else partial(TracedStep, self._trace)
+        self._open = make(self, list(sequences), list(num_tokens), drafts)
         return self._open
 
     def close_step(self, step: Step) -> None:
         """Called by a step when it is committed or aborted."""
         if self._open is step:
             self._open = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def open_step(self) -> Step | None:
@@ -290,7 +306,11 @@ class KVManager:
 
     def check_integrity(self) -> None:
         """See `integrity.check_integrity`."""
-        check_integrity(self)
+        try:
+            check_integrity(self)
+        except IntegrityError as error:
+            event(logging.ERROR, "integrity", step=self.step_number, error=error)
+            raise
 
     def drain(self) -> None:
         """Wait for all background work. Raises `WorkerError` if some of it failed, once per failure."""

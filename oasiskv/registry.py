@@ -10,6 +10,7 @@ from .errors import PluginError
 
 PREDICTORS = "oasiskv.predictors"
 KEY_SUMMARIES = "oasiskv.key_summaries"
+TIER_STORES = "oasiskv.tier_stores"
 
 T = TypeVar("T")
 

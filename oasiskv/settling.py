@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from . import layout, ops
 from .abc import KeySample
 from .errors import TierError
+from .log import event
 from .refresh import LayerIndex
 from .sequence import Phase, Sequence
 from .types import EMPTY
@@ -38,6 +40,7 @@ def settle(manager: KVManager, sequences: list[Sequence]) -> None:
             sequence.phase = Phase.SPARSE
             _choose(manager, sequence)
             layout.lay_out(manager.rooms, sequence, tail)
+            event(logging.INFO, "settle", tokens=sequence.length, blocks=len(sequence.pages), step=manager.step_number)
             del waiting[0]
     except BaseException:
         for sequence, tail in waiting:
@@ -84,8 +87,10 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     summary = manager.rooms.summary
     if summary.fitted and (manager.fitted_length is None or longest < summary.serves * manager.fitted_length):
         return
+    fresh, before = not summary.fitted, manager.fitted_length
     summary.fit(_samples(manager, sequences))
     manager.fitted_length = longest
+    event(logging.INFO, "fit" if fresh else "refit", tokens=longest, tokens_before=before, step=manager.step_number)
     for sequence in manager.sequences:
         sequence.summarised = 0
     for sequence in manager.sequences:

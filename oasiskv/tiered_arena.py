@@ -15,12 +15,12 @@ from .arena import Arena, pages_of
 from .config import OasisConfig
 from .errors import ArenaExhausted, ConfigError, SegmentLost, TierUnavailable
 from .host_memory import bytes_of, physical_bytes
+from .segment_writer import Segment, SegmentWriter, checksum
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
 from .tiers.opening import open_tiers
 from .tiers.segments import Outcome, Read, SegmentLayout
 from .types import EMPTY, ModelShape
-from .write_behind import Segment, WriteBehind, checksum
 
 _PROTECTED_STEPS = 2
 """What was used in the present step or the one before it stays: attention and background copies may still read it."""
@@ -92,7 +92,7 @@ class TieredArena(Arena):
         self._clock = _PROTECTED_STEPS
         self._touched = 0
         self._lock = threading.RLock()
-        self._writer = WriteBehind(
+        self._writer = SegmentWriter(
             lane, layout, shape.num_layers, self._sealed_blocks, self._stored, lambda: self._store.limit_bytes
         )
 

@@ -7,6 +7,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+from oasiskv.testing.backends import BACKENDS
+
+
+@pytest.fixture(params=BACKENDS)
+def anyio_backend(request):
+    """The event loops that coroutine tests run on; they are marked with `pytest.mark.anyio`."""
+    return request.param
+
 
 @pytest.fixture(autouse=True)
 def _quiet_and_repeatable():

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from oasiskv import KVManager, ModelShape, OasisConfig, Sequence, Stats, Step
+from oasiskv import KVManager, ModelShape, OasisConfig, Sequence, Stats, Step, Trace
 from oasiskv.errors import InputError, StateError, UnsupportedModel
 
 from .attention import OasisLength, marked
@@ -99,11 +99,11 @@ class OasisCache(Cache):
     does; `close` (or the end of a `with` block) puts the model back. One cache serves one `generate` at a time.
     """
 
-    def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> None:
         layers, full = stock_layers(model)
         shape = model_shape(model, len(full))
         projection = HFProjection.of(model, full, shape)
-        self.manager = KVManager(shape, config, projection=projection)
+        self.manager = KVManager(shape, config, projection=projection, trace=trace)
         for number, index in enumerate(full):
             layers[index] = OasisLayer(self, number)
         super().__init__(layers=layers)
@@ -124,14 +124,14 @@ class OasisCache(Cache):
         Binding.of(model).attach()
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, config: OasisConfig | None = None) -> OasisCache:
-        """A new cache for `model`.
+    def for_model(cls, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> OasisCache:
+        """A new cache for `model`, which shows its steps in a trace if there is one.
 
         Raises:
             UnsupportedModel: the model has no full-attention layers with keys and values per head.
             ConfigError: see `OasisConfig`.
         """
-        return cls(model, config)
+        return cls(model, config, trace)
 
     @property
     def shape(self) -> ModelShape:

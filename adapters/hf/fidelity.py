@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from oasiskv import OasisConfig, Stats
+from oasiskv import OasisConfig, Stats, Trace
 
 from .cache import OasisCache
 
@@ -49,9 +49,9 @@ class Divergence:
 class Pair:
     """One model with two caches, an `OasisCache` and a stock one, that are fed the same tokens."""
 
-    def __init__(self, model: PreTrainedModel, config: OasisConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: OasisConfig, trace: Trace | None = None) -> None:
         self._model = model
-        self.cache = OasisCache.for_model(model, config)
+        self.cache = OasisCache.for_model(model, config, trace)
         self.dense = DynamicCache(config=model.config.get_text_config(decoder=True))
         self.divergence = Divergence()
 

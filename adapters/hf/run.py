@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
-from oasiskv import OasisConfig, Stats
+from oasiskv import OasisConfig, Stats, Trace
 from oasiskv.errors import InputError
 
 from .cache import OasisCache
@@ -167,10 +167,16 @@ class Session:
         return ids.to(self.model.device)
 
     def generate(
-        self, prompt: torch.Tensor, config: OasisConfig, max_new_tokens: int, chunk: int, reporter: Reporter
+        self,
+        prompt: torch.Tensor,
+        config: OasisConfig,
+        max_new_tokens: int,
+        chunk: int,
+        reporter: Reporter,
+        trace: Trace | None = None,
     ) -> Report:
         """Greedy generation through `model.generate`, drafts included."""
-        with torch.no_grad(), OasisCache.for_model(self.model, config) as cache:
+        with torch.no_grad(), OasisCache.for_model(self.model, config, trace) as cache:
             prefill_s = self._prefill(cache, prompt[:, :-1], chunk, reporter)
             start = time.perf_counter()
             ids = self.model.generate(
@@ -186,9 +192,17 @@ class Session:
             decode_s = time.perf_counter() - start
             return self._report(prompt, ids[0, prompt.shape[1] :], config, prefill_s, decode_s, cache.stats())
 
-    def compare(self, prompt: torch.Tensor, config: OasisConfig, max_new_tokens: int, chunk: int, reporter: Reporter) -> Report:
+    def compare(
+        self,
+        prompt: torch.Tensor,
+        config: OasisConfig,
+        max_new_tokens: int,
+        chunk: int,
+        reporter: Reporter,
+        trace: Trace | None = None,
+    ) -> Report:
         """Greedy generation over the working set, with full attention beside it on the same tokens, step by step."""
-        with torch.no_grad(), Pair(self.model, config) as pair:
+        with torch.no_grad(), Pair(self.model, config, trace) as pair:
             reporter.start("reading the prompt twice", 2 * prompt.shape[1] - 2)
             prefill_s = pair.prefill(prompt[:, :-1], chunk, reporter.advance)
             reporter.finish()

@@ -7,7 +7,7 @@ import sys
 
 from .. import __version__
 from ..errors import OasisError
-from . import calibrate, evaluate, generate
+from . import calibrate, doctor, evaluate, generate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     generate.add_parser(commands)
     evaluate.add_parser(commands)
     calibrate.add_parser(commands)
+    doctor.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..errors import InputError
 from .inputs import read_file, read_sample
-from .progress import Progress
 
 DEFAULT_MAX_TOKENS = 32768
 """Where a model names no longest context."""
@@ -52,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     from ..adapters.hf import run as runner
     from ..adapters.hf.calibrate import calibrate
+    from .progress import Progress
 
     with Progress(quiet=False) as progress:
         progress.say(f"loading {options.model}")

@@ -19,12 +19,12 @@ from ..abc import KeySummary, Predictor
 from ..config import OasisConfig
 from ..errors import InputError
 from .inputs import read_file, read_sample
-from .progress import Progress, table
 from .verdict import Result, Text
 
 if TYPE_CHECKING:
     from ..adapters.hf.measure import Figures, Spans
     from ..adapters.hf.run import Session
+    from .progress import Progress
 
 
 BUDGETS = (256, 512, 1024, 2048)
@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
     texts = _read(options)
     from ..adapters.hf import measure
     from ..adapters.hf import run as runner
+    from .progress import Progress
 
     start = time.perf_counter()
     with Progress(quiet=options.json) as progress:
@@ -261,6 +262,8 @@ def _print(result: Result, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result.as_dict()))
         return
+    from .progress import table
+
     table(result.rows())
     for line in result.lines():
         print(line)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..config import OasisConfig
 from ..errors import InputError
 from ..tiers.location import parse_bytes
+from ..trace import Trace
 from .inputs import read_file, read_sample
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model (%(default)s)"
     )
     parser.add_argument("--device", default="cpu", help="where the model runs (%(default)s)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     parser.set_defaults(run=run)
 
@@ -78,6 +80,11 @@ def run(options: argparse.Namespace) -> int:
             raise InputError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if options.compare and options.draft:
         raise InputError("--compare steps both runs token by token, so it takes no --draft; run them one after the other")
+    if options.trace is not None and not options.trace.absolute().parent.is_dir():
+        raise InputError(f"--trace is {options.trace}, and there is no directory {options.trace.absolute().parent}")
+    if options.trace is not None and options.trace.is_dir():
+        raise InputError(f"--trace is {options.trace}, a directory; name a file")
+    trace = Trace() if options.trace is not None else None
     text = _read(options)
     from ..adapters.hf import run as runner
     from .progress import Progress
@@ -87,10 +94,14 @@ def run(options: argparse.Namespace) -> int:
         session = runner.Session.load(options.model, options.dtype, options.device, options.draft, options.draft_tokens)
         prompt = session.encode(text, options.question, options.max_prompt_tokens)
         progress.say(f"{prompt.shape[1]} prompt tokens, budget {config.budget_tokens} per head")
-        if options.compare:
-            report = session.compare(prompt, config, options.max_new_tokens, PREFILL_CHUNK, progress)
-        else:
-            report = session.generate(prompt, config, options.max_new_tokens, PREFILL_CHUNK, progress)
+        write = session.compare if options.compare else session.generate
+        try:
+            report = write(prompt, config, options.max_new_tokens, PREFILL_CHUNK, progress, trace)
+        finally:  # a run that failed or was interrupted is worth looking at, too
+            if trace is not None:
+                trace.save(options.trace)
+                dropped = f"; {trace.dropped} older slices had no room" if trace.dropped else ""
+                progress.say(f"{options.trace}: open it at ui.perfetto.dev{dropped}")
     _print(report, options)
     return 0
 

@@ -21,8 +21,8 @@ class _Resource(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """End what runs and give everything back, within a few seconds even if a peer is silent. Idempotent; calls that come
-        later, or are still under way, raise `StateError`."""
+        """End what runs and give everything back, within a few seconds even if a peer is silent, and in a scope that is
+        cancelled too. Idempotent; calls that come later, or are still under way, raise `StateError`."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -135,7 +135,16 @@ class Lease:
 
 
 class MetadataStore(_Resource):
-    """Says who has which segment, and who may do what. A hint, never the truth: the holder's own answer decides."""
+    """Says who has which segment, and who may do what. A hint, never the truth: the holder's own answer decides.
+
+    Runs under asyncio and trio alike, as tier stores do. Calls may overlap. A `ttl_s` that is not positive and finite raises
+    `InputError`; a closed store raises `StateError`.
+    """
+
+    @classmethod
+    @abstractmethod
+    def at(cls, location: Location) -> Self:
+        """A store from its configuration, not open yet. Raises `ConfigError` for options that it does not know."""
 
     @abstractmethod
     async def publish(self, keys: Sequence[SegmentKey], owner: str, ttl_s: float) -> None:

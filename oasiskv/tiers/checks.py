@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..errors import InputError
@@ -24,6 +25,12 @@ def check_reads(reads: Sequence[Read], layout: SegmentLayout, traits: TierTraits
             raise InputError(f"the buffer for {read.key} is read-only; pass a writable memoryview")
         if read.offset < 0 or read.offset % layout.slot_bytes:
             raise InputError(f"offset is {read.offset} in {read.key}; it must be a multiple of slot_bytes, {layout.slot_bytes}")
+
+
+def check_ttl(ttl_s: float) -> None:
+    """Raises `InputError` unless this can be a time to live."""
+    if not 0 < ttl_s < math.inf:
+        raise InputError(f"ttl_s is {ttl_s!r}; it must be a positive number of seconds")
 
 
 def _check_batch(count: int, traits: TierTraits) -> None:

@@ -54,20 +54,21 @@ def write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
         buffers, offset = _after(buffers, count), offset + count
 
 
-def read_all(fd: int, buffers: list[memoryview], offset: int) -> bool:
-    """Fill buffers one after the other; false if the file ends before, or if the medium cannot read it. Raises `OSError` for
-    anything else."""
-    while buffers:
+def read_all(fd: int, buffers: list[memoryview], offset: int, size: int) -> bool:
+    """Fill buffers of `size` bytes in all one after the other; false if the file ends before, or if the medium cannot read it.
+    Raises `OSError` for anything else."""
+    while True:
         try:
-            count = os.preadv(fd, buffers[:_IOV_MAX], offset)
+            count = os.preadv(fd, buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], offset)
         except OSError as error:
             if error.errno == errno.EIO:
                 return False
             raise
+        if count == size:
+            return True
         if not count:
             return False
-        buffers, offset = _after(buffers, count), offset + count
-    return True
+        buffers, offset, size = _after(buffers, count), offset + count, size - count
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:

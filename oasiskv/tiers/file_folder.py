@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import TierFull
+from .file_checks import Checks
 from .file_disk import errors_of, is_full, opened, read_all
-from .file_index import Placed, checks_of
+from .file_index import Placed
 from .file_lock import FolderLock
 from .file_pack import Pack, Sealed
 from .segments import SegmentKey, SegmentLayout
@@ -44,6 +45,7 @@ class Folder:
 
     def __init__(self, path: Path, layout: SegmentLayout, limit: int | None, pack_bytes: int | None, *, sync: bool) -> None:
         self.path = path
+        self.checks = Checks(layout.slot_bytes)
         self._layout = layout
         self._limit = limit
         self._sync = sync
@@ -107,7 +109,7 @@ class Folder:
                 new = {key: data for (key, data), place in zip(group, known, strict=True) if place is None}
                 if new:
                     self._make_room(sum(data.nbytes for data in new.values()))
-                    self._write([(key, data, checks_of(data, self._layout.slot_bytes)) for key, data in new.items()])
+                    self._write([(key, data, self.checks.of(data)) for key, data in new.items()])
                     self._thin_out()
 
     @contextmanager
@@ -249,10 +251,9 @@ class Folder:
     def _move(self, pack: Pack, segment: Placed) -> None:
         data = memoryview(bytearray(segment.nbytes))
         with opened(pack.data_path, os.O_RDONLY) as fd:
-            read_all(fd, [data], segment.offset)
-        checks = checks_of(data, self._layout.slot_bytes)
-        if checks == segment.checks:
-            self._write([(segment.key, data, checks)])
+            read_all(fd, [data], segment.offset, segment.nbytes)
+        if self.checks.of(data) == segment.checks:
+            self._write([(segment.key, data, segment.checks)])
 
     def _count(self) -> None:
         self.used_bytes = sum(pack.live_bytes if self._punches else pack.size for pack in self._packs.values())

@@ -1,11 +1,11 @@
-"""The index of a pack: which segment lies where in its data file, and what each slot's checksum is.
+"""The index of a pack: which segment lies where in its data file, and what its checksums are.
 
 A header of 256 bytes, then records, each written after the data that it speaks of. A record counts only if its own checksum
 holds, and the first that does not ends the index: it is the torn tail of a write, or damage.
 
     header  magic 8, version u32, fingerprint of the layout 16, the layout as text 220, checksum 8
     record  kind u8, length of space u8, length of digest u8, 0, layer u16, 0, 0, slots u32, offset u64, checksum 8,
-            then space, digest, and 8 bytes per slot
+            then space, digest, and the segment's checksums (`file_checks`)
 
 Integers are little-endian, checksums are xxh3 (64 bits) and cover everything else of their header or record.
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import xxhash
 
 from ..errors import InputError, LayoutMismatch
+from .file_checks import CHECK_BYTES, Checks
 from .segments import SegmentKey, SegmentLayout
 
 VERSION = 1
 HEADER_BYTES = 256
-CHECK_BYTES = 8
 
 _MAGIC = b"OASISKV\x01"
 _HEADER = struct.Struct("<8sI16s220s")
@@ -34,18 +34,13 @@ _PLACED, _GONE = 1, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A segment in a data file: `checks` has 8 bytes for each of its slots."""
+    """A segment in a data file, and its checksums."""
 
     key: SegmentKey
     offset: int
+    slots: int
     nbytes: int
     checks: bytes
-
-
-def checks_of(data: memoryview, slot_bytes: int) -> bytes:
-    """The checksums of the slots of `data`, 8 bytes each."""
-    digest = xxhash.xxh3_64_digest
-    return b"".join([digest(data[start : start + slot_bytes]) for start in range(0, data.nbytes, slot_bytes)])
 
 
 def header(layout: SegmentLayout) -> bytes:
@@ -57,8 +52,7 @@ def header(layout: SegmentLayout) -> bytes:
 def placed(segment: Placed) -> bytes:
     """A record that says that a segment is there."""
     space, digest = segment.key.space.encode(), segment.key.digest
-    slots = len(segment.checks) // CHECK_BYTES
-    head = _RECORD.pack(_PLACED, len(space), len(digest), segment.key.layer, slots, segment.offset)
+    head = _RECORD.pack(_PLACED, len(space), len(digest), segment.key.layer, segment.slots, segment.offset)
     return _sealed(head, space + digest + segment.checks)
 
 
@@ -86,11 +80,12 @@ def parse(file: io.BufferedIOBase, index_bytes: int, data_bytes: int, layout: Se
     """
     if not _header_is_good(file.read(HEADER_BYTES), layout):
         return {}, 0
+    checks = Checks(layout.slot_bytes)
     found: dict[int, Placed] = {}
     end = HEADER_BYTES
     while len(head := file.read(_RECORD_BYTES)) == _RECORD_BYTES:
         kind, space, digest, layer, slots, offset = _RECORD.unpack_from(head)
-        body_bytes = space + digest + slots * CHECK_BYTES
+        body_bytes = space + digest + checks.size(slots)
         if body_bytes > index_bytes - end - _RECORD_BYTES:
             break
         body = file.read(body_bytes)
@@ -106,7 +101,7 @@ def parse(file: io.BufferedIOBase, index_bytes: int, data_bytes: int, layout: Se
             nbytes = slots * layout.slot_bytes
             if offset + nbytes <= data_bytes:
                 found.pop(offset, None)  # a second record for the place is the newer one, in the order of writing too
-                found[offset] = Placed(key, offset, nbytes, body[space + digest :])
+                found[offset] = Placed(key, offset, slots, nbytes, body[space + digest :])
         else:
             break
         end += _RECORD_BYTES + body_bytes

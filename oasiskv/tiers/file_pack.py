@@ -16,7 +16,7 @@ from .file_index import Placed
 from .segments import SegmentKey, SegmentLayout
 
 Sealed = tuple[SegmentKey, memoryview, bytes]
-"""An object, and the checksums of its slots."""
+"""An object, and its checksums."""
 
 
 class Pack:
@@ -113,7 +113,7 @@ class Pack:
         added = []
         offset = self.size
         for key, data, checks in objects:
-            added.append(Placed(key, offset, data.nbytes, checks))
+            added.append(Placed(key, offset, data.nbytes // self._layout.slot_bytes, data.nbytes, checks))
             offset += data.nbytes
         records = b"".join([index.placed(segment) for segment in added])
         try:

@@ -10,7 +10,6 @@ from itertools import groupby
 from .file_calls import Proceed
 from .file_disk import errors_of, opened, read_all
 from .file_folder import Folder, Found
-from .file_index import CHECK_BYTES, checks_of
 from .file_pack import Pack
 from .segments import Outcome, Read
 
@@ -19,8 +18,9 @@ _RUN_BYTES = 1 << 20
 
 _RUN_BUFFERS = 1024
 
-_Wanted = tuple[int, int, int, Found]
-"""Number of a pack, offset in its data file, the position of the read among all, and its segment. Sorted like this."""
+_Wanted = tuple[int, int, int, memoryview, int, Found]
+"""Number of a pack, offset in its data file, and position of the read among all, by which this is sorted; then the buffer, its
+first slot in the segment, and where that was found."""
 
 
 class Loading:
@@ -51,23 +51,23 @@ class Loading:
                 todo = again
 
     def _find(self, todo: list[int]) -> list[_Wanted]:
-        reads = self._reads
-        wanted = []
-        for position, found in zip(todo, self._folder.find([reads[position].key for position in todo]), strict=True):
-            read = reads[position]
-            if found is not None and read.offset + read.into.nbytes <= found.segment.nbytes:
-                wanted.append((found.pack.number, found.segment.offset + read.offset, position, found))
+        reads, slot_bytes = [self._reads[position] for position in todo], self._slot_bytes
+        wanted = [
+            (found.pack.number, found.segment.offset + read.offset, position, read.into, read.offset // slot_bytes, found)
+            for position, read, found in zip(todo, reads, self._folder.find([read.key for read in reads]), strict=True)
+            if found is not None and read.offset + read.into.nbytes <= found.segment.nbytes
+        ]
         wanted.sort()
         return wanted
 
     def _load_from_pack(self, wanted: list[_Wanted], proceed: Proceed) -> list[int]:
         """Returns the positions of reads to be tried again."""
-        pack = wanted[0][3].pack
+        pack = wanted[0][5].pack
         try:
             return self._load_with(os.O_RDONLY | self._direct, pack, wanted, proceed)
         except FileNotFoundError:
             self._folder.lose(pack)
-            return [position for _, _, position, _ in wanted]
+            return [entry[2] for entry in wanted]
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
@@ -76,39 +76,36 @@ class Loading:
 
     def _load_with(self, flags: int, pack: Pack, wanted: list[_Wanted], proceed: Proceed) -> list[int]:
         again: list[int] = []
+        hold, outcomes = self._folder.checks.hold, self.outcomes
         since = _RUN_BYTES
         with opened(pack.data_path, flags) as fd:
-            for run, size in self._runs(wanted):
+            for run, size in _runs(wanted):
                 if since >= _RUN_BYTES:
                     proceed()
                     since = 0
                 since += size
-                read_all(fd, [self._reads[position].into for _, _, position, _ in run], run[0][1])
-                for _, _, position, found in run:
-                    # A run that is not whole may still have filled the buffers of some reads; each is judged by its slots.
-                    if self._is_right(self._reads[position], found):
-                        self.outcomes[position] = Outcome.HIT
+                read_all(fd, [entry[3] for entry in run], run[0][1], size)
+                for _, _, position, into, first, found in run:
+                    # Of a run that was cut short, the first reads may be whole; each is judged by its checksums.
+                    if hold(found.segment.checks, into, first, found.segment.slots):
+                        outcomes[position] = Outcome.HIT
                     elif self._folder.forget(found):
-                        self.outcomes[position] = Outcome.CORRUPT
+                        outcomes[position] = Outcome.CORRUPT
                     else:
                         again.append(position)
         return again
 
-    def _runs(self, wanted: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
-        """Reads that follow each other in the file, and their bytes."""
-        run: list[_Wanted] = []
-        size = 0
-        for entry in wanted:
-            count = self._reads[entry[2]].into.nbytes
-            if run and (entry[1] != run[0][1] + size or size + count > _RUN_BYTES or len(run) == _RUN_BUFFERS):
-                yield run, size
-                run, size = [], 0
-            run.append(entry)
-            size += count
-        if run:
-            yield run, size
 
-    def _is_right(self, read: Read, found: Found) -> bool:
-        first = read.offset // self._slot_bytes * CHECK_BYTES
-        last = first + read.into.nbytes // self._slot_bytes * CHECK_BYTES
-        return checks_of(read.into, self._slot_bytes) == found.segment.checks[first:last]
+def _runs(wanted: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
+    """Reads that follow each other in the file, and their bytes."""
+    run: list[_Wanted] = []
+    size = 0
+    for entry in wanted:
+        count = entry[3].nbytes
+        if run and (entry[1] != run[0][1] + size or size + count > _RUN_BYTES or len(run) == _RUN_BUFFERS):
+            yield run, size
+            run, size = [], 0
+        run.append(entry)
+        size += count
+    if run:
+        yield run, size

@@ -7,7 +7,7 @@ import contextvars
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
 from anyio.abc import TaskGroup
@@ -30,6 +30,8 @@ class LaneThread:
         self._alive = True
         self._opened = threading.Event()
         self._failure: BaseException | None = None
+        self.stopping = False
+        self.before_close: list[Callable[[], Awaitable[None]]] = []
         self.at_end: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="oasiskv-tier", daemon=True)
         self._thread.start()
@@ -59,11 +61,16 @@ class LaneThread:
             with anyio.CancelScope(deadline=anyio.current_time() + self._open_timeout_s) as life:
                 async with self._store:
                     life.deadline = math.inf
-                    async with anyio.create_task_group() as self.tasks:
-                        self._opened.set()
-                        await self._stop.wait()
-                        self.tasks.cancel_scope.cancel()
-                    life.deadline = anyio.current_time() + CLOSE_S
+                    try:
+                        async with anyio.create_task_group() as self.tasks:
+                            self._opened.set()
+                            await self._stop.wait()
+                            self.tasks.cancel_scope.cancel()
+                    finally:
+                        self.stopping = True
+                        life.deadline = anyio.current_time() + CLOSE_S
+                        for function in self.before_close:
+                            await function()
         finally:
             with self._lock:
                 self._alive = False

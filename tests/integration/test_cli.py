@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from oasiskv.cli import main
 
+from ..unit.traces import check
 from .hf.families import tiny
 
 
@@ -67,6 +69,18 @@ def test_a_draft_model(directory, text, capsys):
     assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
 
 
+@pytest.mark.parametrize("more", [[], ["--compare"]], ids=["plain", "compare"])
+def test_a_trace_shows_every_step_and_layer(directory, text, tmp_path, capsys, more):
+    path = tmp_path / "steps.json"
+    assert call(directory, text, "--json", "--trace", str(path), *more) == 0
+    report = json.loads(capsys.readouterr().out)
+    tracks = check(json.loads(path.read_text()))
+    names = Counter(event["name"] for event in tracks["foreground"])
+    assert names["step"] == report["stats"]["steps"]
+    assert names["attend 0"] == names["attend 1"] == names["step"]
+    assert sum(event["args"]["blocks"] for event in tracks["transfer"]) == report["stats"]["loaded_blocks"]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -74,6 +88,8 @@ def test_a_draft_model(directory, text, capsys):
         (["--budget", "32"], "cannot hold the sinks"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--summary", "nonsense"], "no plug-in 'nonsense'.*minmax.*transform"),
+        (["--trace", "/"], "--trace is /, a directory"),
+        (["--trace", "/nowhere/steps.json"], "--trace is /nowhere/steps.json, and there is no directory /nowhere"),
         (["--compare", "--draft", "prompt-lookup"], "takes no --draft"),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_record_is_read_only_as_far_as_both_files_go():
 
 
 def test_what_was_written_is_parsed_in_order():
-    placed = [index.Placed(key(n), n * SEGMENT, SEGMENT, os.urandom(64)) for n in range(500)]
+    placed = [index.Placed(key(n), n * SEGMENT, 8, SEGMENT, os.urandom(72)) for n in range(500)]
     blob = index.header(LAYOUT) + b"".join(index.placed(one) for one in placed) + index.gone(7 * SEGMENT)
     found, end = index.parse(io.BytesIO(blob), len(blob), 500 * SEGMENT, LAYOUT)
     assert end == len(blob)

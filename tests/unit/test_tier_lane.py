@@ -288,17 +288,27 @@ def test_a_store_that_does_not_close_is_reported(monkeypatch):
         lane.close()
 
 
-def test_what_is_asked_for_after_the_loop_has_died_fails_at_once(lane, store):
-    class Fatal(BaseException):
-        pass
+class Fatal(BaseException):
+    pass
 
+
+def test_no_exception_of_a_load_ends_the_lane(lane, store):
     store.error = Fatal()
-    with pytest.raises(StateError):
+    with pytest.raises(WorkerError, match="Fatal"):
         lane.load([read(1)], 5)
-    soon(lambda: not lane._thread.alive)
+    store.error = None
+    soon(lambda: not lane._breaker.is_open)
+    assert lane.load([read(1)], 5) == [Outcome.MISS]
+
+
+def test_what_is_asked_for_after_the_lane_has_died_fails_at_once(store):
+    lane = TierLane(store)
+    store.error = Fatal()
     results = []
     lane.submit_store([entry(1)], results.append)
-    assert [type(error) for error in results] == [StateError]
+    soon(lambda: not lane._thread.alive)
+    lane.submit_store([entry(1)], results.append)
+    assert [type(error) for error in results] == [StateError, StateError]
     with pytest.raises(StateError):
         lane.load([read(1)], 5)
     with pytest.raises(WorkerError, match="the lane of the tier store failed"):

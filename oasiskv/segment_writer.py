@@ -54,7 +54,7 @@ def checksum(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-class WriteBehind:
+class SegmentWriter:
     """Stores segments one after another, in the order they came, and tries those again that failed.
 
     Args:
