@@ -14,8 +14,8 @@ from .log import event
 from .predictors.lookahead import likely_rows
 from .refresh import LayerIndex, Refresh, SparseRows, load_limits
 from .room import trim
+from .sealing import Sealing
 from .sequence import Phase, Sequence
-from .settling import reserve_summaries
 from .types import EMPTY
 from .working_set import place_of, window_start
 
@@ -48,12 +48,12 @@ class DecodeRows:
         self._rows = torch.tensor([sequence.row for sequence in sequences], device=device)
         self._plan_rows()
         self._plan_tables()
-        self._new_pages: list[list[int]] = []
+        self._sealing: Sealing | None = None
         self._waiting: dict[int, tuple[LayerIndex, torch.Tensor]] = {}
         self._hinted: set[int] = set()
         if certain:
-            self._new_pages = self._allocate_pages(num_tokens)
-            self._plan_sealing(num_tokens)
+            self._sealing = Sealing(manager, sequences, num_tokens)
+            self._plan_next(num_tokens)
 
     # Planning, once per step
 
@@ -128,50 +128,15 @@ class DecodeRows:
         padding = [0.0] * (max(self._num_tokens) - tokens)
         return [accepted ** max(0, row + 1 - certain) for row in range(tokens)] + padding
 
-    def _allocate_pages(self, accepted: list[int]) -> list[list[int]]:
-        """Pages for the blocks that `accepted` tokens of each sequence seal, all or none."""
-        arena, size = self._rooms.arena, self._rooms.config.block_size
-        counts = [
-            (sequence.length + tokens) // size - len(sequence.pages)
-            for sequence, tokens in zip(self.sequences, accepted, strict=True)
-        ]
-        pages = arena.allocate(sum(counts))
-        reserve_summaries(self._manager, pages if self._rooms.summary.fitted else [])
-        taken, start = [], 0
-        for count in counts:
-            taken.append(pages[start : start + count])
-            start += count
-        return taken
-
-    def _plan_sealing(self, accepted: list[int]) -> None:
-        """Slots of the blocks that seal with this step, and their pages; `accepted[i]` rows of each sequence stay."""
-        config = self._rooms.config
-        strips: list[int] = []
-        pages: list[int] = []
-        self._summarised_pages: list[int] = []
-        summarised_strips: list[int] = []
-        for sequence, new in zip(self.sequences, self._new_pages, strict=True):
-            dense = sequence.phase is Phase.DENSE
-            for number, page in enumerate(new):
-                strip = sequence.strips[place_of(config, len(sequence.pages) + number, dense)]
-                strips.append(strip)
-                pages.append(page)
-                if not dense:
-                    summarised_strips.append(strip)
-                    self._summarised_pages.append(page)
-        self._seal_count = len(pages)
-        self._seal_source = layout.pool_slots(self._rooms, strips)
-        self._seal_pages = torch.tensor(pages, dtype=torch.int64, device=self._rooms.shape.device)
-        self._summary_source = layout.pool_slots(self._rooms, summarised_strips)
-        self._summary_pages = torch.tensor(self._summarised_pages, dtype=torch.int64, device=self._rooms.shape.device)
-
-        if self._sparse is not None:
-            kept = torch.tensor(accepted, device=self._rooms.shape.device)[self._members]
-            self._kept_rows = (torch.arange(max(self._num_tokens), device=kept.device) < kept[:, None]).float()
-            nexts = [
-                window_start(config, self.sequences[number].length + accepted[number]) for number in self._members.tolist()
-            ]
-            self._next_high = torch.tensor(nexts, device=self._rooms.shape.device)
+    def _plan_next(self, accepted: list[int]) -> None:
+        """What work for the next step has to know: `accepted[i]` rows of each sequence stay."""
+        if self._sparse is None:
+            return
+        config, device = self._rooms.config, self._rooms.shape.device
+        kept = torch.tensor(accepted, device=device)[self._members]
+        self._kept_rows = (torch.arange(max(self._num_tokens), device=device) < kept[:, None]).float()
+        nexts = [window_start(config, self.sequences[number].length + accepted[number]) for number in self._members.tolist()]
+        self._next_high = torch.tensor(nexts, device=device)
 
     # Attention, once per layer
 
@@ -181,8 +146,8 @@ class DecodeRows:
         pool = rooms.pool.slots
         self._await(layer)
         ops.append_rows(pool, keys, values, self._slots[layer], self._offsets)
-        if self._certain:
-            self._seal(layer)
+        if self._certain and self._sealing is not None:
+            self._sealing.seal(layer)
         padded = self._pad(queries)
         blocks, slots = self._base_blocks, self._base_slots[layer]
         if self._sparse is None:
@@ -284,18 +249,6 @@ class DecodeRows:
         work = self._refresh(layer, index, lambda: queries, self._kept_rows, self._next_high)
         self._manager.tickets[layer] = self._manager.scheduler.submit(work)
 
-    def _seal(self, layer: int) -> None:
-        """Copy the blocks that are full now to the arena, and digest those of sparse sequences."""
-        if not self._seal_count:
-            return
-        rooms = self._rooms
-        pool = rooms.pool.slots
-        target = rooms.arena.new_slots(layer, self._seal_pages)
-        ops.copy_blocks(pool, rooms.arena.layers[layer], self._seal_source[layer], target)
-        rooms.counters.add(stored_blocks=self._seal_count * rooms.shape.kv_heads)
-        if self._summarised_pages:
-            rooms.summary.write(layer, self._summary_pages, pool[self._summary_source[layer]][:, :, 0])
-
     def _remember(self, layer: int, queries: torch.Tensor) -> None:
         """Keep the queries of dense sequences, which choose their first working set; only row 0 is certain to stay."""
         if self._sparse is None:
@@ -333,21 +286,23 @@ class DecodeRows:
     def prepare_commit(self, accepted: list[int]) -> None:
         """Take the pages that `accepted` rows of each sequence need; may fail, and changes nothing else."""
         self._kept = accepted
-        if not self._certain:
-            for pages in self._new_pages:
-                self._rooms.arena.release(pages)
-            self._new_pages = []
-            self._new_pages = self._allocate_pages(accepted)
+        if self._certain:
+            return
+        if self._sealing is not None:
+            self._sealing.release()
+        self._sealing = None
+        self._sealing = Sealing(self._manager, self.sequences, accepted)
 
     def commit(self) -> None:
         """Keep the rows that `prepare_commit` was told."""
-        rooms, accepted = self._rooms, self._kept
+        rooms, accepted, sealing = self._rooms, self._kept, self._sealing
+        assert sealing is not None
         if not self._certain:
-            self._plan_sealing(accepted)
+            self._plan_next(accepted)
             for layer in range(rooms.shape.num_layers):
-                self._seal(layer)
+                sealing.seal(layer)
         drafted = zip(self._num_tokens, self._num_drafts, strict=True)
-        for sequence, new, tokens, (rows, drafts) in zip(self.sequences, self._new_pages, accepted, drafted, strict=True):
+        for sequence, new, tokens, (rows, drafts) in zip(self.sequences, sealing.new_pages, accepted, drafted, strict=True):
             if new:
                 rooms.sets.set_pages(sequence.row, len(sequence.pages), new)
                 sequence.pages.extend(new)
@@ -363,8 +318,8 @@ class DecodeRows:
     def abort(self) -> None:
         """Give the new pages back. Rows in tail blocks lie beyond the sequences' lengths, where nothing looks."""
         self._manager.scheduler.drain()
-        for pages in self._new_pages:
-            self._rooms.arena.release(pages)
+        if self._sealing is not None:
+            self._sealing.release()
         for sequence in self.sequences:
             self._rooms.sets.selected.trim(sequence.row, window_start(self._rooms.config, sequence.length))
             trim(self._manager, sequence)

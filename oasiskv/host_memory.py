@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from . import numa
+from . import huge_pages, numa
 from .errors import ArenaExhausted, ConfigError
 from .types import ModelShape
 
@@ -43,7 +43,7 @@ class HostMemory:
         self.layers: list[torch.Tensor] = []
         for _ in range(shape.num_layers):
             try:
-                region = mmap.mmap(-1, layer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+                region = huge_pages.reserve(layer_bytes, _MAP_NORESERVE)
             except (OSError, ValueError, OverflowError) as error:
                 raise ConfigError(
                     f"arena_bytes is {layer_bytes * shape.num_layers}, and reserving {layer_bytes} bytes of address space per "
@@ -51,7 +51,7 @@ class HostMemory:
                 ) from error
             if node is not None:
                 numa.bind(region, node)
-            flat = torch.frombuffer(region, dtype=shape.dtype)
+            flat = huge_pages.tensor_of(region, layer_bytes, shape.dtype)
             self.layers.append(flat.view(num_slots, 2, block_size, shape.head_dim))
 
     def pin(self, num_slots: int) -> None:

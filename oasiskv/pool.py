@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import huge_pages
 from .errors import ConfigError, PoolExhausted
 from .types import EMPTY, ModelShape
 
@@ -37,7 +38,7 @@ class Pool:
     def _empty(self, strips: int) -> torch.Tensor:
         size = (strips * self.strip_slots, 2, self.block_size, self.shape.head_dim)
         fill = float("nan") if self._poison else 0.0
-        return torch.full(size, fill, dtype=self.shape.dtype, device=self.shape.device)
+        return huge_pages.full(size, fill, self.shape.dtype, self.shape.device)
 
     def _grow(self, strips: int) -> None:
         new = self._empty(strips)

@@ -42,6 +42,10 @@ class CorrectedAttention {
     }
     bool real(int64_t member, int64_t row) const { return a.positions[a.members[member] * a.rows + row] >= 0; }
 
+    int64_t page(int64_t member, int64_t block) const {
+        return block < 0 ? OASIS_EMPTY : a.pages[member * a.num_sealed + block];
+    }
+
     int32_t check() const {
         if (a.kv_heads < 1 || a.query_heads < 1 || a.query_heads % a.kv_heads)
             return fail(OASIS_INVALID, "query_heads is %lld, no multiple of kv_heads %lld", static_cast<long long>(a.query_heads),
@@ -84,8 +88,10 @@ class CorrectedAttention {
         for (int64_t head = 0; head < heads; ++head) {
             int64_t most = 0;
             for (int64_t row = 0; row < a.rows; ++row) most += real(head / a.kv_heads, row) ? a.per_row : 0;
-            for (int64_t k = 0; k < count; ++k)
-                if (k >= most || !(gain[head * count + k] > a.least_gain)) read[head * count + k] = OASIS_EMPTY;
+            for (int64_t k = 0; k < count; ++k) {
+                int64_t &block = read[head * count + k];
+                if (k >= most || !(gain[head * count + k] > a.least_gain) || page(head / a.kv_heads, block) < 0) block = OASIS_EMPTY;
+            }
         }
         return OASIS_OK;
     }
@@ -128,9 +134,9 @@ class CorrectedAttention {
             std::copy_n(chosen, a.selected_places, blocks.get() + head * wide + a.places);
             std::copy_n(a.selected_slots + (chosen - a.selected), a.selected_places, slots.get() + head * wide + a.places);
             for (int64_t k = 0; k < count; ++k) {
-                const int64_t block = read[own * count + k], page = block < 0 ? OASIS_EMPTY : a.pages[member * a.num_sealed + block];
+                const int64_t block = read[own * count + k];
                 arena_blocks[head * count + k] = block;
-                arena_slots[head * count + k] = page < 0 ? OASIS_EMPTY : page * a.kv_heads + h;
+                if (block >= 0) arena_slots[head * count + k] = page(member, block) * a.kv_heads + h;
             }
         }
         oasis_paged_attention_args call{};
