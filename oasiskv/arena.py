@@ -16,14 +16,6 @@ from .host_memory import HostMemory, physical_bytes
 from .types import EMPTY, ModelShape
 
 
-def pages_of(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The pages of blocks `(S, kv_heads, K)` of sequences with pages `(S, N)`; `EMPTY` stays `EMPTY`."""
-    if not pages.shape[1]:
-        return torch.full_like(blocks, EMPTY)
-    found = pages[:, None, :].expand(-1, blocks.shape[1], -1).gather(2, blocks.clamp(min=0))
-    return torch.where(blocks >= 0, found, EMPTY)
-
-
 class Arena:
     """Pages of slots in host memory. Page `p` is one block: slots `p * kv_heads .. (p + 1) * kv_heads - 1` of every layer.
 
@@ -143,11 +135,10 @@ class Arena:
         by_page = self.layers[layer].view(-1, self.shape.kv_heads, *self.layers[layer].shape[1:])
         return by_page.index_select(0, torch.tensor(pages, dtype=torch.int64))
 
-    def load(
-        self, layer: int, pages: torch.Tensor, blocks: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """As `ops.load_blocks`: blocks `(S, kv_heads, K)` of sequences with pages `(S, N)` to slots of the pool."""
-        return ops.load_blocks(self.layers[layer], pool, pages, blocks, slots)
+    def table(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Where all blocks of sequences lie now: `(S, N)` pages to slots of `layers[layer]`, `(S, kv_heads, N)`; `EMPTY` for
+        those that are elsewhere."""
+        return self.locate(layer, pages[:, None].expand(-1, self.shape.kv_heads, -1))
 
     def copy_to(self, layer: int, pages: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy blocks, `(S, kv_heads, K)` pages, to slots of the pool; pairs with an `EMPTY` are left out. Raises as `read`."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from . import ops
-from .arena import pages_of
-from .ops import reference_step
+from .ops.reference_step import missing_blocks
 from .refresh import Rooms, SparseRows
 
 
@@ -48,13 +44,15 @@ class Correction:
         sinks and ring, and block logits of the sparse sequences `(M, R, query_heads, N)`."""
         rooms, sparse = self._rooms, self._sparse
         with rooms.sets.selected.held(layer) as (selected, there):
-            output, counts = self._attention(layer)(
+            if rooms.arena.tiered:
+                self._bring(layer, logits, selected[sparse.rows])
+            output, counts = ops.corrected_attention(
                 queries,
                 rooms.pool.slots,
                 slots,
                 blocks,
                 rooms.arena.layers[layer],
-                sparse.pages,
+                sparse.in_arena(rooms.arena, layer),
                 logits,
                 sparse.num_blocks,
                 self._members,
@@ -72,13 +70,11 @@ class Correction:
         rooms.counters.record("corrections", counts[None])
         return output
 
-    def _attention(self, layer: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """The op, or what it is made of where blocks may have to be fetched between choosing and reading them."""
-        arena = self._rooms.arena
-        if not arena.tiered:
-            return ops.corrected_attention
-
-        def locate(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-            return arena.locate(layer, pages_of(pages, blocks))
-
-        return partial(reference_step.corrected_attention, pieces=torch.ops.oasiskv, locate=locate)
+    def _bring(self, layer: int, logits: torch.Tensor, held: torch.Tensor) -> None:
+        """Fetch the blocks that are read in place next, if they are below the arena."""
+        sparse, real = self._sparse, self._positions[self._members] >= 0
+        most, gain = self._rooms.config.correction_blocks, self._least_gain
+        blocks = missing_blocks(
+            logits, sparse.num_blocks, held, self._low, self._high, self._weights, real, most, gain, torch.ops.oasiskv
+        )
+        self._rooms.arena.locate(layer, sparse.pages_of(blocks))

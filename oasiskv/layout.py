@@ -71,10 +71,12 @@ def sparse_rows(rooms: Rooms, sequences: list[Sequence]) -> SparseRows:
     sets, device = rooms.sets, rooms.shape.device
     rows = torch.tensor([sequence.row for sequence in sequences], device=device)
     sealed = [len(sequence.pages) for sequence in sequences]
+    pages = sets.pages[rows, : max(sealed)]
     return SparseRows(
         rows=rows,
-        pages=sets.pages[rows, : max(sealed)],
+        pages=pages,
         num_blocks=torch.tensor(sealed, device=device),
+        arena_slots=None if rooms.arena.tiered else rooms.arena.table(0, pages),
     )
 
 

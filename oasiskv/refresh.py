@@ -9,10 +9,10 @@ import torch
 
 from . import ops
 from .abc import KeySummary, Predictor
-from .arena import Arena, pages_of
+from .arena import Arena
 from .config import OasisConfig
 from .metrics import Counters
-from .ops.reference_step import replaced
+from .ops.reference_step import at_blocks, replaced
 from .pool import Pool
 from .selected import KEPT_ABOVE
 from .types import EMPTY, ModelShape
@@ -76,15 +76,21 @@ class SparseRows:
         rows: `(S,)` rows of the manager's tables.
         pages: `(S, N)` arena pages by block.
         num_blocks: `(S,)` sealed blocks.
+        arena_slots: `(S, kv_heads, N)`, where they lie in every layer; `None` where that may change.
     """
 
     rows: torch.Tensor
     pages: torch.Tensor
     num_blocks: torch.Tensor
+    arena_slots: torch.Tensor | None
 
     def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The pages of blocks `(S, H, K)`; `EMPTY` stays `EMPTY`."""
-        return pages_of(self.pages, blocks)
+        """The pages of blocks `(S, kv_heads, K)`; `EMPTY` stays `EMPTY`."""
+        return at_blocks(self.pages[:, None].expand(-1, blocks.shape[1], -1), blocks)
+
+    def in_arena(self, arena: Arena, layer: int) -> torch.Tensor:
+        """Where the sealed blocks lie in the arena now, as `Arena.table`."""
+        return self.arena_slots if self.arena_slots is not None else arena.table(layer, self.pages)
 
 
 class Refresh:
@@ -163,7 +169,8 @@ class Refresh:
 
     def transfer(self) -> None:
         rooms, sparse = self._rooms, self._sparse
-        counts = rooms.arena.load(self.layer, sparse.pages, self._blocks, rooms.pool.slots, self._slots)
+        table = sparse.in_arena(rooms.arena, self.layer)
+        counts = ops.load_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, table, self._blocks, self._slots)
         rooms.sets.selected.publish(self.layer, sparse.rows, self._kept, self.places, self._blocks, self._stamps)
         rooms.counters.record("loads", counts)
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from . import ops
-from .arena import Arena, pages_of
+from .arena import Arena
 from .config import OasisConfig
 from .errors import ArenaExhausted, ConfigError, SegmentLost, TierUnavailable
 from .host_memory import bytes_of, physical_bytes
 from .segment_writer import Segment, SegmentWriter, checksum
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
-from .tiers.opening import open_tiers
+from .tiers.opening import store_at
 from .tiers.segments import Outcome, Read, SegmentLayout
 from .types import EMPTY, ModelShape
 
@@ -383,13 +383,12 @@ class TieredArena(Arena):
         owners = (np.array(pages, np.int64)[:, None] * heads + np.arange(heads)).ravel()
         return self._gather(layer, owners).view(len(pages), heads, *self.layers[layer].shape[1:])
 
-    def load(
-        self, layer: int, pages: torch.Tensor, blocks: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """As `Arena.load`, of blocks that `locate` has brought in this step."""
-        ops.copy_blocks(self.layers[layer], pool, self.locate(layer, pages_of(pages, blocks)), slots)
-        loaded = (slots >= 0).sum(2)
-        return torch.stack([loaded.sum(1), loaded.amax(1)], dim=1)
+    def table(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """As `Arena.table`. Brings nothing in."""
+        wanted = pages.cpu().numpy()
+        with self._lock:
+            slots = self._slots[layer, np.maximum(wanted, 0)].transpose(0, 2, 1)
+        return torch.from_numpy(np.where(wanted[:, None] >= 0, slots, EMPTY)).to(pages.device)
 
     def copy_to(self, layer: int, pages: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
         """As `Arena.copy_to`: past the arena, which does not fill up with what goes to the pool."""
@@ -469,7 +468,7 @@ def make_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None = 
     if tier is None and not config.tiers:
         return Arena(shape, config.block_size, config.arena_bytes)
     layout = SegmentLayout.of(shape, config)
-    store = tier if tier is not None else open_tiers(config.tiers, layout)
+    store = tier if tier is not None else store_at(config.tiers, layout)
     if store.layout != layout:
         raise ConfigError(f"tier was made for {store.layout}, but this model and configuration need {layout}")
     limit = config.arena_bytes if config.arena_bytes is not None else physical_bytes() // 2

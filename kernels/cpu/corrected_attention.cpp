@@ -42,9 +42,7 @@ class CorrectedAttention {
     }
     bool real(int64_t member, int64_t row) const { return a.positions[a.members[member] * a.rows + row] >= 0; }
 
-    int64_t page(int64_t member, int64_t block) const {
-        return block < 0 ? OASIS_EMPTY : a.pages[member * a.num_sealed + block];
-    }
+    int64_t in_arena(int64_t head, int64_t block) const { return block < 0 ? OASIS_EMPTY : a.arena_slots[head * a.num_sealed + block]; }
 
     int32_t check() const {
         if (a.kv_heads < 1 || a.query_heads < 1 || a.query_heads % a.kv_heads)
@@ -53,7 +51,6 @@ class CorrectedAttention {
         if (a.per_row < 0) return fail(OASIS_INVALID, "per_row is %lld", static_cast<long long>(a.per_row));
         if (!entries_exist("members", a.members, a.sparse_sequences, a.sequences)) return OASIS_OUT_OF_RANGE;
         if (!entries_exist("rows", a.table_rows, a.sparse_sequences, a.num_table_rows)) return OASIS_OUT_OF_RANGE;
-        if (!entries_within("pages", a.pages, a.sparse_sequences * a.num_sealed, a.num_pages)) return OASIS_OUT_OF_RANGE;
         for (int64_t m = 0; m < a.sparse_sequences; ++m) {
             const int64_t width = a.kv_heads * a.selected_places;
             if (!entries_within("selected_slots", a.selected_slots + a.table_rows[m] * width, width, a.num_slots))
@@ -90,7 +87,7 @@ class CorrectedAttention {
             for (int64_t row = 0; row < a.rows; ++row) most += real(head / a.kv_heads, row) ? a.per_row : 0;
             for (int64_t k = 0; k < count; ++k) {
                 int64_t &block = read[head * count + k];
-                if (k >= most || !(gain[head * count + k] > a.least_gain) || page(head / a.kv_heads, block) < 0) block = OASIS_EMPTY;
+                if (k >= most || !(gain[head * count + k] > a.least_gain) || in_arena(head, block) < 0) block = OASIS_EMPTY;
             }
         }
         return OASIS_OK;
@@ -136,7 +133,7 @@ class CorrectedAttention {
             for (int64_t k = 0; k < count; ++k) {
                 const int64_t block = read[own * count + k];
                 arena_blocks[head * count + k] = block;
-                if (block >= 0) arena_slots[head * count + k] = page(member, block) * a.kv_heads + h;
+                arena_slots[head * count + k] = in_arena(own, block);
             }
         }
         oasis_paged_attention_args call{};
@@ -145,7 +142,7 @@ class CorrectedAttention {
         call.positions = a.positions, call.output = a.output, call.logsumexp = lse.get();
         call.sequences = a.sequences, call.rows = a.rows, call.query_heads = a.query_heads, call.kv_heads = a.kv_heads;
         call.head_dim = a.head_dim, call.block_size = a.block_size, call.places = wide, call.arena_places = count;
-        call.num_slots = a.num_slots, call.num_arena_slots = a.num_pages * a.kv_heads;
+        call.num_slots = a.num_slots, call.num_arena_slots = a.num_arena_slots;
         call.queries_sequence_stride = a.queries_sequence_stride, call.queries_row_stride = a.queries_row_stride;
         call.queries_head_stride = a.queries_head_stride, call.dtype = a.dtype;
         call.num_threads = a.num_threads, call.scale = a.scale;

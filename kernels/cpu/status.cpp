@@ -17,6 +17,11 @@ int32_t fail(oasis_status status, const char *format, ...) {
     return status;
 }
 
+int32_t out_of_range(const char *table, const int64_t *entries, int64_t at, int64_t limit) {
+    return fail(OASIS_OUT_OF_RANGE, "%s holds %lld at entry %lld; entries must be EMPTY (-1) or 0 to %lld", table,
+                static_cast<long long>(entries[at]), static_cast<long long>(at), static_cast<long long>(limit - 1));
+}
+
 bool entries_within(const char *table, const int64_t *entries, int64_t count, int64_t limit) {
     int64_t least = OASIS_EMPTY, most = OASIS_EMPTY;
     for (int64_t i = 0; i < count; ++i) {
@@ -26,8 +31,7 @@ bool entries_within(const char *table, const int64_t *entries, int64_t count, in
     if (least >= OASIS_EMPTY && most < limit) return true;
     for (int64_t i = 0; i < count; ++i)
         if (entries[i] < OASIS_EMPTY || entries[i] >= limit) {
-            fail(OASIS_OUT_OF_RANGE, "%s holds %lld at entry %lld; entries must be EMPTY (-1) or 0 to %lld", table,
-                 static_cast<long long>(entries[i]), static_cast<long long>(i), static_cast<long long>(limit - 1));
+            out_of_range(table, entries, i, limit);
             break;
         }
     return false;

@@ -28,16 +28,20 @@ extern "C" int32_t oasis_load_blocks(const oasis_load_blocks_args *args) {
     const int64_t heads = a.sequences * a.kv_heads;
     if (!entries_within("blocks", a.blocks, heads * a.swaps, a.num_sealed)) return OASIS_OUT_OF_RANGE;
     if (!entries_within("slots", a.slots, heads * a.swaps, a.num_slots)) return OASIS_OUT_OF_RANGE;
-    if (!entries_within("pages", a.pages, a.sequences * a.num_sealed, a.num_pages)) return OASIS_OUT_OF_RANGE;
+    for (int64_t i = 0; i < heads * a.swaps; ++i) {
+        if (a.slots[i] < 0 || a.blocks[i] < 0) continue;
+        const int64_t at = i / a.swaps * a.num_sealed + a.blocks[i];
+        if (a.arena_slots[at] < OASIS_EMPTY || a.arena_slots[at] >= a.num_arena_slots)
+            return out_of_range("arena_slots", a.arena_slots, at, a.num_arena_slots);
+    }
     const auto *arena = static_cast<const char *>(a.arena);
     auto *pool = static_cast<char *>(a.pool);
     parallel_for(heads, a.num_threads, 2 * heads * a.swaps * a.slot_bytes, [&](int64_t head) {
         for (int64_t i = head * a.swaps; i < (head + 1) * a.swaps; ++i) {
             if (a.slots[i] < 0 || a.blocks[i] < 0) continue;
-            const int64_t page = a.pages[head / a.kv_heads * a.num_sealed + a.blocks[i]];
-            if (page < 0) continue;
-            const char *from = arena + (page * a.kv_heads + head % a.kv_heads) * a.slot_bytes;
-            std::memcpy(pool + a.slots[i] * a.slot_bytes, from, static_cast<size_t>(a.slot_bytes));
+            const int64_t slot = a.arena_slots[head * a.num_sealed + a.blocks[i]];
+            if (slot < 0) continue;
+            std::memcpy(pool + a.slots[i] * a.slot_bytes, arena + slot * a.slot_bytes, static_cast<size_t>(a.slot_bytes));
         }
     });
     for (int64_t s = 0; s < a.sequences; ++s) {

@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-#define OASIS_ABI_VERSION 4
+#define OASIS_ABI_VERSION 5
 #define OASIS_EMPTY (-1)
 
 enum oasis_status {
@@ -436,8 +436,8 @@ typedef struct {
     const void *pool;              /* (num_slots, 2, B, D) */
     const int64_t *slots;          /* (S, H, P); an entry with an EMPTY slot or block is left out */
     const int64_t *blocks;         /* (S, H, P) */
-    const void *arena;             /* (num_pages * H, 2, B, D) */
-    const int64_t *pages;          /* (M, N) */
+    const void *arena;             /* (num_arena_slots, 2, B, D) */
+    const int64_t *arena_slots;    /* (M, H, N), EMPTY for a block that is not there */
     const float *logits;           /* (M, R, Hq, N) */
     const int64_t *num_blocks;     /* (M,) */
     const int64_t *members;        /* (M,), which of the S sequences, none twice */
@@ -462,7 +462,7 @@ typedef struct {
     int64_t num_table_rows;  /* T */
     int64_t num_sealed;      /* N */
     int64_t num_slots;
-    int64_t num_pages;
+    int64_t num_arena_slots;
     int64_t per_row;
     int64_t queries_sequence_stride;
     int64_t queries_row_stride;
@@ -491,17 +491,17 @@ typedef struct {
 } oasis_mark_places_args;
 
 typedef struct {
-    const void *arena;     /* (num_pages * H) slots of slot_bytes */
-    void *pool;            /* num_slots of them, written; shares no memory with the arena */
-    const int64_t *pages;  /* (S, N) */
-    const int64_t *blocks; /* (S, H, K), below N */
-    const int64_t *slots;  /* (S, H, K), none twice; a pair with an EMPTY side is left out */
-    int64_t *counts;       /* (S, 2) */
+    const void *arena;          /* num_arena_slots of slot_bytes */
+    void *pool;                 /* num_slots of them, written; shares no memory with the arena */
+    const int64_t *arena_slots; /* (S, H, N), EMPTY for a block that is not there */
+    const int64_t *blocks;      /* (S, H, K), below N */
+    const int64_t *slots;       /* (S, H, K), none twice; a pair with an EMPTY side is left out */
+    int64_t *counts;            /* (S, 2) */
     int64_t sequences;
     int64_t kv_heads;
     int64_t num_sealed; /* N */
     int64_t swaps;      /* K */
-    int64_t num_pages;
+    int64_t num_arena_slots;
     int64_t num_slots;
     int64_t slot_bytes;
     int64_t num_threads;

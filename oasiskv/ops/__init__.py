@@ -34,12 +34,12 @@ _SCHEMAS = {
         "(Tensor(a!) slots, Tensor(b!) free, Tensor(c!) count, Tensor rows, Tensor kept, Tensor places) -> Tensor"
     ),
     "corrected_attention": (
-        "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor arena, Tensor pages, Tensor logits, "
+        "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor arena, Tensor arena_slots, Tensor logits, "
         "Tensor num_blocks, Tensor members, Tensor rows, Tensor selected, Tensor selected_slots, Tensor low, Tensor high, "
         "Tensor weights, Tensor positions, int per_row, float least_gain, float scale) -> (Tensor, Tensor)"
     ),
     "mark_places": "(Tensor(a!) blocks, Tensor slots, Tensor rows, Tensor kept, Tensor places) -> Tensor",
-    "load_blocks": "(Tensor arena, Tensor(a!) pool, Tensor pages, Tensor blocks, Tensor slots) -> Tensor",
+    "load_blocks": "(Tensor arena, Tensor(a!) pool, Tensor arena_slots, Tensor blocks, Tensor slots) -> Tensor",
     "publish_blocks": (
         "(Tensor(a!) blocks, Tensor(b!) selected_at, Tensor rows, Tensor kept, Tensor places, Tensor new_blocks, "
         "Tensor stamps) -> ()"
@@ -145,7 +145,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
         queries.new_empty(3, dtype=torch.float32),
     ),
     "mark_places": lambda blocks, slots, rows, kept, places: torch.empty_like(places),
-    "load_blocks": lambda arena, pool, pages, blocks, slots: pages.new_empty((pages.shape[0], 2)),
+    "load_blocks": lambda arena, pool, arena_slots, blocks, slots: blocks.new_empty((blocks.shape[0], 2)),
     "publish_blocks": _nothing,
     "guess_queries": lambda raw, *_: raw.new_empty(raw.shape, dtype=torch.float32),
     "learn_errors": _nothing,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from struct import Struct
 
-VERSION = 4
+VERSION = 5
 
 OK = 0
 INVALID = 1
@@ -810,7 +810,7 @@ def corrected_attention(
     slots: int,
     blocks: int,
     arena: int,
-    pages: int,
+    arena_slots: int,
     logits: int,
     num_blocks: int,
     members: int,
@@ -835,7 +835,7 @@ def corrected_attention(
     num_table_rows: int,
     num_sealed: int,
     num_slots: int,
-    num_pages: int,
+    num_arena_slots: int,
     per_row: int,
     queries_sequence_stride: int,
     queries_row_stride: int,
@@ -853,7 +853,7 @@ def corrected_attention(
         slots,
         blocks,
         arena,
-        pages,
+        arena_slots,
         logits,
         num_blocks,
         members,
@@ -878,7 +878,7 @@ def corrected_attention(
         num_table_rows,
         num_sealed,
         num_slots,
-        num_pages,
+        num_arena_slots,
         per_row,
         queries_sequence_stride,
         queries_row_stride,
@@ -929,7 +929,7 @@ def load_blocks(
     *,
     arena: int,
     pool: int,
-    pages: int,
+    arena_slots: int,
     blocks: int,
     slots: int,
     counts: int,
@@ -937,7 +937,7 @@ def load_blocks(
     kv_heads: int,
     num_sealed: int,
     swaps: int,
-    num_pages: int,
+    num_arena_slots: int,
     num_slots: int,
     slot_bytes: int,
     num_threads: int = 1,
@@ -947,7 +947,7 @@ def load_blocks(
     return _load_blocks.pack(
         arena,
         pool,
-        pages,
+        arena_slots,
         blocks,
         slots,
         counts,
@@ -955,7 +955,7 @@ def load_blocks(
         kv_heads,
         num_sealed,
         swaps,
-        num_pages,
+        num_arena_slots,
         num_slots,
         slot_bytes,
         num_threads,

@@ -25,7 +25,7 @@ class Steps:
         slots: Tensor,
         blocks: Tensor,
         arena: Tensor,
-        pages: Tensor,
+        arena_slots: Tensor,
         logits: Tensor,
         num_blocks: Tensor,
         members: Tensor,
@@ -42,8 +42,8 @@ class Steps:
     ) -> tuple[Tensor, Tensor]:
         """As the reference."""
         arguments = (
-            queries, pool, slots, blocks, arena, pages, logits, num_blocks, members, rows, selected, selected_slots, low, high,
-            weights, positions, per_row, least_gain, scale,
+            queries, pool, slots, blocks, arena, arena_slots, logits, num_blocks, members, rows, selected, selected_slots, low,
+            high, weights, positions, per_row, least_gain, scale,
         )  # fmt: skip
         require_slots("pool", pool)
         require_slots("arena", arena)
@@ -51,16 +51,14 @@ class Steps:
         if arena.shape[1:] != pool.shape[1:]:
             raise InputError(f"a slot of arena is {tuple(arena.shape[1:])}, one of pool {tuple(pool.shape[1:])}")
         sequences, query_rows, query_heads, kv_heads = query_shape(queries, head_dim, slots)
-        if arena.shape[0] % kv_heads:
-            raise InputError(f"arena has {arena.shape[0]} slots, no multiple of the {kv_heads} kv heads")
         places, sparse = slots.shape[2], members.shape[0]
         require_shape("blocks", blocks, (sequences, kv_heads, places), "that of slots")
         require_shape("positions", positions, (sequences, query_rows), "(sequences, rows)")
         require_shape("members", members, (sparse,), "(sparse_sequences,)")
         for name, value in (("rows", rows), ("num_blocks", num_blocks), ("low", low), ("high", high)):
             require_shape(name, value, (sparse,), "that of members")
-        sealed = pages.shape[-1]
-        require_shape("pages", pages, (sparse, sealed), "(sparse_sequences, blocks)")
+        sealed = arena_slots.shape[-1]
+        require_shape("arena_slots", arena_slots, (sparse, kv_heads, sealed), "(sparse_sequences, kv_heads, blocks)")
         expected = (sparse, query_rows, query_heads, sealed)
         require_shape("logits", logits, expected, "(sparse_sequences, rows, query_heads, blocks)")
         require_shape("weights", weights, (sparse, query_rows), "(sparse_sequences, rows)")
@@ -73,10 +71,8 @@ class Steps:
         if dtype is None or not (dense and alike and tables) or per_row < 0:
             return reference.corrected_attention(*arguments)
         queries = queries if queries.stride(3) == 1 else queries.contiguous()
-        slots, blocks, positions, pages = (
-            table(name, value)
-            for name, value in (("slots", slots), ("blocks", blocks), ("positions", positions), ("pages", pages))
-        )
+        slots, blocks, positions = table("slots", slots), table("blocks", blocks), table("positions", positions)
+        arena_slots = table("arena_slots", arena_slots)
         num_blocks, members, rows = table("num_blocks", num_blocks), table("members", members), table("rows", rows)
         low, high, logits, weights = table("low", low), table("high", high), logits.contiguous(), weights.contiguous()
         selected, selected_slots = selected.contiguous(), selected_slots.contiguous()
@@ -89,7 +85,7 @@ class Steps:
             slots=slots.data_ptr(),
             blocks=blocks.data_ptr(),
             arena=arena.data_ptr(),
-            pages=pages.data_ptr(),
+            arena_slots=arena_slots.data_ptr(),
             logits=logits.data_ptr(),
             num_blocks=num_blocks.data_ptr(),
             members=members.data_ptr(),
@@ -114,7 +110,7 @@ class Steps:
             num_table_rows=selected.shape[0],
             num_sealed=sealed,
             num_slots=num_slots,
-            num_pages=arena.shape[0] // kv_heads,
+            num_arena_slots=arena.shape[0],
             per_row=per_row,
             queries_sequence_stride=strides[0],
             queries_row_stride=strides[1],

@@ -46,7 +46,7 @@ class Transfers:
         )
         return filled if served else reference.mark_places(blocks, slots, rows, kept, places)
 
-    def load_blocks(self, arena: Tensor, pool: Tensor, pages: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
+    def load_blocks(self, arena: Tensor, pool: Tensor, arena_slots: Tensor, blocks: Tensor, slots: Tensor) -> Tensor:
         """As the reference."""
         require_slots("arena", arena)
         require_slots("pool", pool)
@@ -54,29 +54,27 @@ class Transfers:
             raise InputError(f"a slot of arena is {tuple(arena.shape[1:])}, one of pool {tuple(pool.shape[1:])}")
         sequences, heads, swaps = swaps_shape("blocks", blocks)
         require_shape("slots", slots, (sequences, heads, swaps), "that of blocks")
-        require_shape("pages", pages, (sequences, pages.shape[-1]), "(sequences, blocks)")
-        if not heads or arena.shape[0] % heads:
-            raise InputError(f"arena has {arena.shape[0]} slots, no multiple of the {heads} kv heads")
+        require_shape("arena_slots", arena_slots, (sequences, heads, arena_slots.shape[-1]), "(sequences, kv_heads, blocks)")
         if arena.dtype is not pool.dtype or not (arena.is_contiguous() and pool.is_contiguous()):
-            return reference.load_blocks(arena, pool, pages, blocks, slots)
-        pages, blocks, slots = table("pages", pages), table("blocks", blocks), table("slots", slots)
+            return reference.load_blocks(arena, pool, arena_slots, blocks, slots)
+        arena_slots, blocks, slots = table("arena_slots", arena_slots), table("blocks", blocks), table("slots", slots)
         counts = torch.empty((sequences, 2), dtype=torch.int64, device=pool.device)
         served = self._load_blocks(
             arena=arena.data_ptr(),
             pool=pool.data_ptr(),
-            pages=pages.data_ptr(),
+            arena_slots=arena_slots.data_ptr(),
             blocks=blocks.data_ptr(),
             slots=slots.data_ptr(),
             counts=counts.data_ptr(),
             sequences=sequences,
             kv_heads=heads,
-            num_sealed=pages.shape[1],
+            num_sealed=arena_slots.shape[2],
             swaps=swaps,
-            num_pages=arena.shape[0] // heads,
+            num_arena_slots=arena.shape[0],
             num_slots=pool.shape[0],
             slot_bytes=2 * pool.shape[2] * pool.shape[3] * pool.itemsize,
         )
-        return counts if served else reference.load_blocks(arena, pool, pages, blocks, slots)
+        return counts if served else reference.load_blocks(arena, pool, arena_slots, blocks, slots)
 
     def publish_blocks(
         self,

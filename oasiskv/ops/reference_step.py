@@ -6,7 +6,6 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ def corrected_attention(
     slots: Tensor,
     blocks: Tensor,
     arena: Tensor,
-    pages: Tensor,
+    arena_slots: Tensor,
     logits: Tensor,
     num_blocks: Tensor,
     members: Tensor,
@@ -37,7 +36,6 @@ def corrected_attention(
     least_gain: float,
     scale: float,
     pieces: Any = reference,  # noqa: ANN401 (a module or namespace of ops)
-    locate: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the working sets of S sequences, M of them sparse, and over what their exact queries still miss.
 
@@ -47,31 +45,26 @@ def corrected_attention(
     Args:
         queries, pool, positions, scale: as in `paged_attention`.
         slots, blocks: `(S, H, P)`, the working sets without the selected blocks.
-        arena: `(num_pages * H, 2, B, D)`, page-major.
-        pages, num_blocks: `(M, N)` and `(M,)`, the sealed blocks of the sparse sequences.
+        arena: `(num_arena_slots, 2, B, D)`.
+        arena_slots, num_blocks: `(M, H, N)` and `(M,)`, the sealed blocks of the sparse sequences, and where they lie in the
+            arena; those with an `EMPTY` are not there, and are not read.
         logits: `(M, R, Hq, N)`, estimated block logits of their queries.
         members: `(M,)`, which of the S sequences they are, in ascending order.
         rows: `(M,)`, which rows of the next two are theirs.
         selected, selected_slots: `(T, H, C)`, the selected blocks and where each lies, `EMPTY` where there is none.
         low, high: `(M,)`, the candidates are `low <= block < high`.
         weights: `(M, R)`, how likely each row is to stay, 0 for padding.
-        locate: where blocks lie in the arena, as `arena_slots`, which is the default; what it answers `EMPTY` for is not read.
 
     Returns:
         The output, as that of `paged_attention`. And `(3,)` in float32: how many blocks were read in place, the most of any
         head, and the share of attention that fell on what was seen, by the exact logsumexp against the estimate for the
         candidates that are not held; its mean over rows and query heads.
     """
-    heads, rows_per_sequence = slots.shape[1], queries.shape[1]
-    need = need_over_rows(pieces.block_mass(logits, num_blocks, heads), weights)
     held = selected[rows]
     there = torch.where(held >= 0, selected_slots[rows], EMPTY)
-    found, gain = pieces.top_missing(need, held, low, high, per_row * rows_per_sequence)
     real = positions[members] >= 0
-    wanted = gain > least_gain
-    wanted &= torch.arange(gain.shape[2], device=gain.device) < per_row * real.sum(1)[:, None, None]
-    read = torch.where(wanted, found, EMPTY)
-    in_arena = (locate or arena_slots)(pages, read)
+    read = missing_blocks(logits, num_blocks, held, low, high, weights, real, per_row, least_gain, pieces)
+    in_arena = at_blocks(arena_slots, read)
     read = torch.where(in_arena >= 0, read, EMPTY)
     places = torch.cat([slots, _spread(there, members, slots)], dim=2)
     listed = torch.cat([blocks, _spread(held, members, slots)], dim=2)
@@ -81,6 +74,29 @@ def corrected_attention(
     share = torch.sigmoid(lse[members] - estimate).mean(2).masked_fill(~real, 0.0).sum() / real.sum()
     per_head = (read >= 0).sum(2).float()
     return output, torch.stack([per_head.sum(), per_head.max(), share])
+
+
+def missing_blocks(
+    logits: Tensor,
+    num_blocks: Tensor,
+    held: Tensor,
+    low: Tensor,
+    high: Tensor,
+    weights: Tensor,
+    real: Tensor,
+    per_row: int,
+    least_gain: float,
+    pieces: Any = reference,  # noqa: ANN401 (a module or namespace of ops)
+) -> Tensor:
+    """The blocks that `corrected_attention` reads in place if they are in the arena, `(M, H, K)`, `EMPTY` behind them.
+
+    Arguments are as there, but `held`, `(M, H, C)`, the selected blocks, and `real`, `(M, R)`, which rows are no padding.
+    """
+    need = need_over_rows(pieces.block_mass(logits, num_blocks, held.shape[1]), weights)
+    found, gain = pieces.top_missing(need, held, low, high, per_row * logits.shape[1])
+    wanted = gain > least_gain
+    wanted &= torch.arange(gain.shape[2], device=gain.device) < per_row * real.sum(1)[:, None, None]
+    return torch.where(wanted, found, EMPTY)
 
 
 def need_over_rows(mass: Tensor, weights: Tensor) -> Tensor:
@@ -109,14 +125,11 @@ def missing_logsumexp(logits: Tensor, held: Tensor, low: Tensor, high: Tensor) -
     return torch.logsumexp(logits.masked_fill(~unseen, float("-inf")), dim=3)
 
 
-def arena_slots(pages: Tensor, blocks: Tensor) -> Tensor:
-    """Where blocks `(S, H, K)` lie in the arena, by the pages `(S, N)` of each sequence; `EMPTY` stays `EMPTY`."""
-    heads = blocks.shape[1]
-    if not pages.shape[1]:
+def at_blocks(table: Tensor, blocks: Tensor) -> Tensor:
+    """What a table `(S, H, N)` says of blocks `(S, H, K)`; `EMPTY` stays `EMPTY`."""
+    if not table.shape[2]:
         return torch.full_like(blocks, EMPTY)
-    page = pages[:, None, :].expand(-1, heads, -1).gather(2, blocks.clamp(min=0))
-    slots = page * heads + torch.arange(heads, device=blocks.device)[:, None]
-    return torch.where((blocks >= 0) & (page >= 0), slots, EMPTY)
+    return torch.where(blocks >= 0, table.gather(2, blocks.clamp(min=0)), EMPTY)
 
 
 def mark_places(blocks: Tensor, slots: Tensor, rows: Tensor, kept: Tensor, places: Tensor) -> Tensor:
@@ -139,7 +152,7 @@ def mark_places(blocks: Tensor, slots: Tensor, rows: Tensor, kept: Tensor, place
 def load_blocks(
     arena: Tensor,
     pool: Tensor,
-    pages: Tensor,
+    arena_slots: Tensor,
     blocks: Tensor,
     slots: Tensor,
     pieces: Any = reference,  # noqa: ANN401 (a module or namespace of ops)
@@ -147,15 +160,15 @@ def load_blocks(
     """Copy sealed blocks from the arena.
 
     Args:
-        arena: `(num_pages * H, 2, B, D)`, page-major.
+        arena: `(num_arena_slots, 2, B, D)`.
         pool: `(num_slots, 2, B, D)`, written.
-        pages: `(S, N)`, the page of each block.
+        arena_slots: `(S, H, N)`, where each block lies in the arena, `EMPTY` for those that do not.
         blocks, slots: `(S, H, K)`, what is copied, and where to; `EMPTY` slots are left out.
 
     Returns:
         `(S, 2)`: how many blocks a sequence loads, and the most of any of its heads.
     """
-    pieces.copy_blocks(arena, pool, arena_slots(pages, blocks), slots)
+    pieces.copy_blocks(arena, pool, at_blocks(arena_slots, blocks), slots)
     loaded = (slots >= 0).sum(2)
     return torch.stack([loaded.sum(1), loaded.amax(1)], dim=1)
 

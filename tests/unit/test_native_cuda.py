@@ -110,7 +110,7 @@ def test_what_has_no_code_is_made_of_ops_that_have(monkeypatch):
         torch.testing.assert_close(found, wanted)
     arena, pool = torch.randn(8, 2, 4, 8), torch.zeros(4, 2, 4, 8)
     table = torch.tensor([[[1, -1], [0, 2]]])
-    arguments = torch.tensor([[2, 0, 3]]), table, torch.tensor([[[0, -1], [3, 1]]])
+    arguments = torch.tensor([[[4, 0, 6], [5, 1, 7]]]), table, torch.tensor([[[0, -1], [3, 1]]])
     assert registered["load_blocks", "CUDA"](arena, pool, *arguments).tolist() == [[3, 2]]
     assert torch.equal(pool[[0, 3, 1]], arena[[0, 5, 7]])
 

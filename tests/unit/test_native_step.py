@@ -17,6 +17,11 @@ from .test_ops_attention import TOLERANCE
 DTYPES = list(TOLERANCE)
 
 
+def by_page(pages, heads):
+    """`(S, N)` pages to the slots of an arena in which those of a page are adjacent, `(S, H, N)`."""
+    return torch.where(pages[:, None] >= 0, pages[:, None] * heads + torch.arange(heads)[:, None], -1)
+
+
 def step_case(dtype=torch.float32, group=2, rows=1, seed=0, blocks=30, places=6, per_row=3, dense=1):
     """Three sequences, `dense` of them dense, of different lengths and row counts: sinks and tail in the base tables, selected
     blocks in table rows of any order, with `EMPTY` entries everywhere, and garbage in slots and pages that no table names."""
@@ -58,8 +63,8 @@ def step_case(dtype=torch.float32, group=2, rows=1, seed=0, blocks=30, places=6,
     queries = torch.randn(count, heads * group, rows, dim).to(dtype).transpose(1, 2)
     logits = torch.randn(sparse, rows, heads * group, blocks) * 3
     return [
-        queries, pool, slots, listed, arena, pages, logits, num_blocks, members, which, selected, there, low, high, weights,
-        positions, per_row, 0.05 * group, dim**-0.5,
+        queries, pool, slots, listed, arena, by_page(pages, heads), logits, num_blocks, members, which, selected, there, low,
+        high, weights, positions, per_row, 0.05 * group, dim**-0.5,
     ]  # fmt: skip
 
 
@@ -105,7 +110,7 @@ def test_empty_working_sets(path):  # noqa: F811
 
 def test_without_sealed_blocks_nothing_is_missing(path):  # noqa: F811
     case = step_case(seed=4)
-    case[5], case[6], case[10] = case[5][:, :0], case[6][..., :0], torch.full_like(case[10], -1)
+    case[5], case[6], case[10] = case[5][..., :0], case[6][..., :0], torch.full_like(case[10], -1)
     case[7], case[12], case[13] = (torch.zeros_like(bound) for bound in (case[7], case[12], case[13]))
     assert assert_step(case).tolist() == [0, 0, 1]
 
@@ -143,10 +148,9 @@ def test_what_the_library_has_no_code_for_goes_to_the_reference():
     [
         (1, lambda pool: pool[:, :1], r"pool.shape is .* must be \(num_slots, 2, block_size, head_dim\)"),
         (4, lambda arena: arena[..., :8], "a slot of arena is"),
-        (4, lambda arena: arena[:-1], "arena has 121 slots, no multiple of the 2 kv heads"),
         (3, lambda blocks: blocks[..., :-1], "blocks.shape is .* that of slots"),
-        (5, lambda pages: pages[:1], "pages.shape is"),
-        (5, lambda pages: pages + 1000, r"corrected_attention: pages holds \d+ at entry 0; entries must be EMPTY"),
+        (5, lambda slots: slots[:1], "arena_slots.shape is"),
+        (5, lambda slots: slots + 1000, r"corrected_attention: arena_slots holds \d+ at entry \d+; entries must be EMPTY"),
         (6, lambda logits: logits[..., :-1], "logits.shape is"),
         (7, lambda num_blocks: num_blocks[:1], "num_blocks.shape is .* that of members"),
         (8, lambda members: members * 0 + 3, "corrected_attention: members holds 3 at entry 0"),
@@ -185,19 +189,19 @@ def table_case(seed):
     pages[torch.rand(pages.shape) < 0.1] = -1
     pool = torch.randn(rows * heads * places, 2, 3, 5)
     arena = torch.randn(sealed * 2 * heads, 2, 3, 5)
-    return blocks, slots, stamps, which, kept, swap, new, pages, pool, arena
+    return blocks, slots, stamps, which, kept, swap, new, by_page(pages, heads), pool, arena
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_marking_loading_and_publishing_equal_the_reference(seed):
     library()
-    blocks, slots, stamps, which, kept, swap, new, pages, pool, arena = table_case(seed)
+    blocks, slots, stamps, which, kept, swap, new, in_arena, pool, arena = table_case(seed)
     mine, theirs = ([table.clone() for table in (blocks, stamps, pool)] for _ in range(2))
     filled = run(ops.mark_places, mine[0], slots, which, kept, swap)
     assert torch.equal(filled, reference.mark_places(theirs[0], slots, which, kept, swap))
     assert torch.equal(mine[0], theirs[0])
-    counts = run(ops.load_blocks, arena, mine[2], pages, new, filled)
-    assert torch.equal(counts, reference.load_blocks(arena, theirs[2], pages, new, filled))
+    counts = run(ops.load_blocks, arena, mine[2], in_arena, new, filled)
+    assert torch.equal(counts, reference.load_blocks(arena, theirs[2], in_arena, new, filled))
     assert torch.equal(mine[2], theirs[2])
     ops.publish_blocks(mine[0], mine[1], which, kept, swap, new, kept + 7)
     reference.publish_blocks(theirs[0], theirs[1], which, kept, swap, new, kept + 7)
@@ -208,18 +212,18 @@ def test_marking_loading_and_publishing_equal_the_reference(seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_of_any_dtype_are_loaded(dtype):
     library()
-    *_, new, pages, pool, arena = table_case(2)
+    *_, new, in_arena, pool, arena = table_case(2)
     pool, arena = pool.to(dtype), arena.to(dtype)
     slots = torch.arange(new.numel()).view_as(new)
     expected = pool.clone()
-    reference.load_blocks(arena, expected, pages, new, slots)
-    ops.load_blocks(arena, pool, pages, new, slots)
+    reference.load_blocks(arena, expected, in_arena, new, slots)
+    ops.load_blocks(arena, pool, in_arena, new, slots)
     assert torch.equal(pool, expected)
 
 
 def test_tables_that_cannot_be_right_are_refused():
     library()
-    blocks, slots, stamps, which, kept, swap, new, pages, pool, arena = table_case(2)
+    blocks, slots, stamps, which, kept, swap, new, in_arena, pool, arena = table_case(2)
     with pytest.raises(InputError, match="mark_places: rows holds 9 at entry 0"):
         ops.mark_places(blocks, slots, which * 0 + 9, kept, swap)
     with pytest.raises(InputError, match="mark_places: rows holds EMPTY at entry 0"):
@@ -231,13 +235,13 @@ def test_tables_that_cannot_be_right_are_refused():
     with pytest.raises(InputError, match=r"places.shape is .* must be \(sequences, kv_heads, swaps\)"):
         ops.mark_places(blocks, slots, which, kept, swap[0])
     with pytest.raises(InputError, match="load_blocks: blocks holds 999 at entry 0"):
-        ops.load_blocks(arena, pool, pages, new * 0 + 999, new)
+        ops.load_blocks(arena, pool, in_arena, new * 0 + 999, new)
     with pytest.raises(InputError, match="load_blocks: slots holds 9999 at entry 0"):
-        ops.load_blocks(arena, pool, pages, new, new * 0 + 9999)
-    with pytest.raises(InputError, match="load_blocks: pages holds 9999 at entry 0"):
-        ops.load_blocks(arena, pool, pages * 0 + 9999, new, new)
+        ops.load_blocks(arena, pool, in_arena, new, new * 0 + 9999)
+    with pytest.raises(InputError, match=r"load_blocks: arena_slots holds 9999 at entry \d+"):
+        ops.load_blocks(arena, pool, in_arena * 0 + 9999, new, new)
     with pytest.raises(InputError, match="a slot of arena is"):
-        ops.load_blocks(arena[:, :, :2], pool, pages, new, new)
+        ops.load_blocks(arena[:, :, :2], pool, in_arena, new, new)
     with pytest.raises(InputError, match=r"new_blocks.shape is"):
         ops.publish_blocks(blocks, stamps, which, kept, swap, new[..., :-1], kept)
     with pytest.raises(InputError, match="publish_blocks: places holds 99 at entry 0"):
