@@ -301,6 +301,19 @@ def test_no_exception_of_a_load_ends_the_lane(lane, store):
     assert lane.load([read(1)], 5) == [Outcome.MISS]
 
 
+def test_a_call_that_outlives_the_lane_keeps_its_buffer(monkeypatch, store):
+    monkeypatch.setattr("oasiskv.tiers.lane_thread.CLOSE_S", 0.1)
+    lane = TierLane(store)
+    store.block = threading.Event()
+    late = read(1)
+    with pytest.raises(TierUnavailable):
+        lane.load([late], 0.02)
+    with pytest.raises(TierUnavailable, match="did not close"):
+        lane.close()
+    assert lane.unsettled(late.into)
+    store.block.set()
+
+
 def test_what_is_asked_for_after_the_lane_has_died_fails_at_once(store):
     lane = TierLane(store)
     store.error = Fatal()
