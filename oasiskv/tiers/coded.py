@@ -16,6 +16,9 @@ from .location import Location
 from .quarantine import Quarantine
 from .segments import Outcome, Read, SegmentKey, SegmentLayout, TierTraits
 
+_AT_ONCE_BYTES = 64 << 10
+"""Plain bytes that are decoded in the event loop: it takes about as long as handing them to a thread."""
+
 
 class CodedStore(TierStore):
     """Codes what goes down into another store, and decodes what comes back; slot by slot, so that any range can be read.
@@ -92,9 +95,12 @@ class CodedStore(TierStore):
             for read in coded:
                 self._quarantine.hold(self._inner.unsettled, read.into)
         hits = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
-        if hits:
-            await to_thread.run_sync(self._decode, [(coded[place].into, reads[place].into) for place in hits])
-        self._count([reads[place].into for place in hits], [coded[place].into for place in hits])
+        pairs = [(coded[place].into, reads[place].into) for place in hits]
+        if sum(into.nbytes for _, into in pairs) <= _AT_ONCE_BYTES:
+            self._decode(pairs)
+        else:
+            await to_thread.run_sync(self._decode, pairs)
+        self._count([into for _, into in pairs], [data for data, _ in pairs])
         return outcomes
 
     def _coded(self, read: Read) -> Read:
