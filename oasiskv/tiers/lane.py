@@ -70,14 +70,18 @@ class TierLane:
         return self._store.traits
 
     def register_buffer(self, region: memoryview) -> None:
-        """Memory that buffers of later calls will lie in; before the first of them. Raises `StateError`."""
+        """Memory that buffers of later calls will lie in; before the first of them. Raises `StateError`, `TierUnavailable`."""
 
         async def register() -> bool:
             self._store.register_buffer(region)
             return True
 
         self._check_open()
-        self._calls.run(register, [], self._store_timeout_s)
+        self._thread.check_caller()
+        try:
+            self._calls.run(register, [], self._store_timeout_s)
+        except TimeoutError:
+            raise _late(self._store_timeout_s) from None
 
     def load(self, reads: Sequence[Read], timeout_s: float) -> list[Outcome]:
         """Fill the buffers, and say of each read how it ended; of any number of reads, whatever the store takes at once.
@@ -264,7 +268,7 @@ class TierLane:
 
     def _trip(self, key: SegmentKey) -> None:
         if self._breaker.trip():
-            self._thread.post(lambda: self._thread.tasks.start_soon(self._probe, key))
+            self._thread.post(self._thread.start, self._probe, key)
 
     async def _probe(self, key: SegmentKey) -> None:
         """Ask for the slot of a key that the store has failed on, whatever it says of it, until it answers."""

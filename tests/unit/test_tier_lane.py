@@ -328,6 +328,29 @@ def test_what_is_asked_for_after_the_lane_has_died_fails_at_once(store):
         lane.close()
 
 
+def test_a_region_is_registered_in_the_lane():
+    seen = []
+
+    class Registering(Moody):
+        def register_buffer(self, region):
+            seen.append((region, threading.current_thread().name))
+
+    region = buffer()
+    with TierLane(Registering(max_batch=3)) as lane:
+        lane.register_buffer(region)
+        assert lane.traits.max_batch == 3
+    assert seen == [(region, "oasiskv-tier")]
+    with pytest.raises(StateError):
+        lane.register_buffer(region)
+
+
+def test_a_failure_while_it_closes_starts_no_probe(store):
+    lane = TierLane(store)
+    lane.close()
+    lane._trip(key(1))
+    assert lane.counters().breaker_openings == 1
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
 def test_a_wait_without_end_is_refused(lane, timeout_s):
     with pytest.raises(InputError, match="timeout_s"):
