@@ -7,6 +7,7 @@ import pytest
 from oasiskv.errors import InputError, LayoutMismatch, StateError, TierFull, TierUnavailable, WorkerError
 from oasiskv.tiers import Outcome
 from oasiskv.tiers.lane import TierLane
+from oasiskv.tiers.tiered import TieredStore
 
 from .moody import SLOT, Hang, Moody, buffer, entry, key, read, segment
 
@@ -342,6 +343,21 @@ def test_a_region_is_registered_in_the_lane():
     assert seen == [(region, "oasiskv-tier")]
     with pytest.raises(StateError):
         lane.register_buffer(region)
+
+
+def test_a_fast_tier_serves_while_a_slow_one_is_dead():
+    fast, slow = Moody(), Moody()
+    with TierLane(TieredStore([fast, slow])) as lane:
+        keep(lane, 1)
+        slow.hang = Hang()
+        with pytest.raises(TierUnavailable, match="within"):
+            lane.load([read(2)], 0.1)  # which only the slow one could have
+        soon(lambda: not lane._breaker.is_open)
+        for _ in range(50):
+            assert lane.load([read(1), read(2)], 0.1) == [Outcome.HIT, Outcome.MISS]
+            time.sleep(0.01)
+        assert lane.counters().timeouts == 1
+        slow.hang.end()
 
 
 def test_a_failure_while_it_closes_starts_no_probe(store):

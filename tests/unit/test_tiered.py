@@ -219,14 +219,14 @@ async def test_an_unavailable_tier_is_read_around_and_passed_over_for_a_while():
         for _ in range(5):
             assert await loads(store, 1) is Outcome.HIT
             assert await store.contains([key(1), key(2)]) == [True, False]
-        assert len(fast.calls) == calls + 1
+        assert [call for call in fast.calls[calls:] if call[0] == "contains"] == []
         slow.error = TierUnavailable("away, too")
         with pytest.raises(TierUnavailable, match="none of the 2 tiers"):
             await loads(store, 1)
         with pytest.raises(TierUnavailable, match="none of the 2 tiers"):
             await store.contains([key(1)])
         fast.error = slow.error = None
-        await anyio.sleep(0.12)
+        await soon(lambda: store._health[0].well and store._health[1].well)
         assert await loads(store, 1) is Outcome.HIT
 
 
@@ -234,11 +234,14 @@ async def test_a_tier_that_calls_are_cancelled_in_is_passed_over():
     fast, slow = Moody(), Moody()
     async with TieredStore([fast, slow]) as store:
         slow.hang = Hang()
-        with anyio.move_on_after(0.3):
+        with anyio.move_on_after(0.05):
             await loads(store, 1)
-        with anyio.fail_after(0.05):
-            assert await loads(store, 1) is Outcome.MISS
+        for _ in range(20):  # while probes find nobody
+            with anyio.fail_after(0.05):
+                assert await loads(store, 1) is Outcome.MISS
+            await anyio.sleep(0.01)
         slow.hang.end()
+        await soon(lambda: store._health[1].well)
 
 
 async def test_a_buffer_that_a_tier_may_still_write_to_is_given_to_no_other():
