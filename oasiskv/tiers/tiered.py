@@ -141,6 +141,7 @@ class TieredStore(TierStore):
         await self._below.reserve(count)
         try:
             taken = await self._store_first(objects)
+            self._check_open()  # else nobody would write it behind
             for key, data in objects:
                 if taken + 1 < len(self._tiers) and self._below.add(key, data, taken):
                     count -= data.nbytes

@@ -372,6 +372,24 @@ async def test_those_who_wait_when_it_closes_get_an_error(monkeypatch):
     assert len(ended) == 2
 
 
+async def test_a_store_under_way_when_it_closes_is_no_success(monkeypatch):
+    monkeypatch.setattr("oasiskv.tiers.tiered._DRAIN_S", 0.05)
+    fast = Moody()
+    store = TieredStore([fast, Moody()])
+    fast.hang = Hang()
+    async with anyio.create_task_group() as tasks, store:
+        tasks.start_soon(expect_closed, store.store([entry(1)]))
+        await soon(lambda: fast.calls)
+        tasks.start_soon(store.aclose)
+        await anyio.sleep(0.01)
+        fast.hang.end()
+
+
+async def expect_closed(call):
+    with pytest.raises(StateError, match="closed"):
+        await call
+
+
 async def test_an_exception_that_no_tier_should_raise_keeps_the_others_going():
     fast, slow = Moody(), Moody()
     async with TieredStore([fast, slow]) as store:
