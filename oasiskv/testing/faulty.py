@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import anyio
+import anyio.to_thread
 
 from ..errors import StateError, TierFull, TierUnavailable
 from ..tiers import Outcome, Read, SegmentKey, TierStore
@@ -17,7 +18,7 @@ from .wrapping import WrappedStore
 class FaultyStore(WrappedStore):
     """Does what `inner` does, except in the calls that `plan` names.
 
-    Calls that break the contract, or come after closing, are the inner store's to refuse. They are counted all the same.
+    Calls that break the contract, or come after closing, are refused as ever. They are counted all the same.
     """
 
     def __init__(self, inner: TierStore, plan: FaultPlan) -> None:
@@ -51,8 +52,10 @@ class FaultyStore(WrappedStore):
             return await self._load_short(reads, min(fault.entry, len(reads) - 1))
         outcomes = await self.inner.load(reads)
         if fault.kind is FaultKind.FLIP and reads:
-            into = reads[min(fault.entry, len(reads) - 1)].into
-            into[into.nbytes // 2] ^= 1
+            entry = min(fault.entry, len(reads) - 1)
+            if outcomes[entry] is Outcome.HIT:
+                into = reads[entry].into
+                into[into.nbytes // 2] ^= 1
         return outcomes
 
     async def contains(self, keys: Sequence[SegmentKey]) -> list[bool]:
@@ -74,8 +77,9 @@ class FaultyStore(WrappedStore):
     async def aclose(self) -> None:
         """Wake what hangs, forget late writes, close the inner store."""
         self._closing.set()
-        for timer in self._late.cancel():
-            await anyio.to_thread.run_sync(timer.join)
+        with anyio.CancelScope(shield=True):  # the threads end at once
+            for timer in self._late.cancel():
+                await anyio.to_thread.run_sync(timer.join)
         await self.inner.aclose()
 
     def unsettled(self, buffer: memoryview) -> bool:

@@ -9,6 +9,7 @@ import anyio
 
 from ..errors import ConfigError
 from ..tiers import Outcome, Read, SegmentKey, TierStore
+from ..tiers.checks import check_objects, check_reads
 from .wrapping import WrappedStore
 
 
@@ -53,10 +54,12 @@ class ThrottledStore(WrappedStore):
 
     async def store(self, objects: Sequence[tuple[SegmentKey, memoryview]]) -> None:
         """Store once the objects have passed the link."""
-        await self._link.carry(sum(memoryview(data).nbytes for _, data in objects))
+        check_objects(objects, self.layout, self.traits)
+        await self._link.carry(sum(data.nbytes for _, data in objects))
         await self.inner.store(objects)
 
     async def load(self, reads: Sequence[Read]) -> list[Outcome]:
         """Load once as many bytes have passed the link."""
-        await self._link.carry(sum(memoryview(read.into).nbytes for read in reads))
+        check_reads(reads, self.layout, self.traits)
+        await self._link.carry(sum(read.into.nbytes for read in reads))
         return await self.inner.load(reads)

@@ -19,12 +19,10 @@ from .lane_calls import LaneCalls
 from .lane_counters import LaneCounters
 from .lane_jobs import Done, LaneJobs
 from .lane_thread import LaneThread
+from .probe import Probe
 from .segments import Outcome, Read, SegmentKey, TierTraits
 
 T = TypeVar("T")
-
-_PROBE_S = 1.0
-"""A store that takes longer to read one slot is as good as dead for decoding."""
 
 
 class TierLane:
@@ -59,7 +57,7 @@ class TierLane:
         self._counters = LaneCounters()
         self._lock = threading.Lock()
         self._closing = False
-        self._scratch: list[memoryview] = []
+        self._probe = Probe(store, self._breaker)
         self._thread = LaneThread(store, open_timeout_s)
         self._calls = LaneCalls(self._thread)
         self._jobs = LaneJobs(self._thread, self._attempt, store_retries, partial(self._count, retries=1))
@@ -70,14 +68,18 @@ class TierLane:
         return self._store.traits
 
     def register_buffer(self, region: memoryview) -> None:
-        """Memory that buffers of later calls will lie in; before the first of them. Raises `StateError`."""
+        """Memory that buffers of later calls will lie in; before the first of them. Raises `StateError`, `TierUnavailable`."""
 
         async def register() -> bool:
             self._store.register_buffer(region)
             return True
 
         self._check_open()
-        self._calls.run(register, [], self._store_timeout_s)
+        self._thread.check_caller()
+        try:
+            self._calls.run(register, [], self._store_timeout_s)
+        except TimeoutError:
+            raise _late(self._store_timeout_s) from None
 
     def load(self, reads: Sequence[Read], timeout_s: float) -> list[Outcome]:
         """Fill the buffers, and say of each read how it ended; of any number of reads, whatever the store takes at once.
@@ -276,22 +278,7 @@ class TierLane:
 
     def _trip(self, key: SegmentKey) -> None:
         if self._breaker.trip():
-            self._thread.post(lambda: self._thread.tasks.start_soon(self._probe, key))
-
-    async def _probe(self, key: SegmentKey) -> None:
-        """Ask for the slot of a key that the store has failed on, whatever it says of it, until it answers."""
-        while True:
-            await anyio.sleep(self._breaker.back_off_s())
-            scratch = next((buffer for buffer in self._scratch if not self._store.unsettled(buffer)), None)
-            if scratch is None:
-                scratch = memoryview(bytearray(self._store.layout.slot_bytes))
-                self._scratch.append(scratch)
-            try:
-                with anyio.move_on_after(_PROBE_S):
-                    await self._store.load([Read(key, 0, scratch)])
-                    return self._breaker.close()
-            except Exception:  # noqa: BLE001 - still dead, which is what the open breaker says
-                pass
+            self._thread.post(self._thread.start, self._probe.run, key)
 
 
 def _check_seconds(name: str, value: float) -> None:

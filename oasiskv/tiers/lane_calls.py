@@ -27,6 +27,7 @@ class _Call(Generic[T]):
         self.buffers = buffers
         self.scope: anyio.CancelScope | None = None
         self.late = False
+        self.stuck = False
         self.result: T | None = None
         self.error: BaseException | None = None
         # The cheapest thing that threads can wait for: taken here, given back when the call has ended.
@@ -87,8 +88,14 @@ class LaneCalls:
         for call in left:
             call.late = True  # for those whose tasks have not begun
             self._cancel_scope(call)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+        except asyncio.CancelledError:
+            # The end of the loop will tear these tasks from what they shield, which goes on: their buffers stay unsettled.
+            for call in left:
+                call.stuck = True
+            raise
 
     def _cancel(self, call: _Call[T]) -> None:
         call.late = True
@@ -112,7 +119,7 @@ class LaneCalls:
 
     def _ended(self, call: _Call[T]) -> None:
         with self._lock:
-            if call in self._calls:
+            if call in self._calls and not call.stuck:
                 self._calls.remove(call)
                 call.ended.release()
 

@@ -76,13 +76,11 @@ class LaneJobs:
             raise WorkerError(f"a callback of the tier lane failed: {type(error).__name__}: {error}") from error
 
     def _begin(self, job: _Job) -> None:
-        if self._thread.tasks.cancel_scope.cancel_called:
-            return  # `_end` follows
         # Here and not in the task, since the order of tasks is nobody's promise.
         ended = anyio.Event()
         before = {self._last[key] for key in job.keys if key in self._last}
-        self._last.update(dict.fromkeys(job.keys, ended))
-        self._thread.tasks.start_soon(self._serve, job, before, ended)
+        if self._thread.start(self._serve, job, before, ended):  # else `_end` follows
+            self._last.update(dict.fromkeys(job.keys, ended))
 
     async def _serve(self, job: _Job, before: set[anyio.Event], ended: anyio.Event) -> None:
         error: Exception | None = _closed()  # unless it comes to an end of its own

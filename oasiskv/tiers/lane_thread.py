@@ -7,7 +7,8 @@ import contextvars
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -84,6 +85,13 @@ class LaneThread:
             if self._alive:
                 self._loop.call_soon_threadsafe(function, *arguments, context=self._context)
             return self._alive
+
+    def start(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> bool:
+        """Start a task, in the lane; false while it stops."""
+        if self.tasks.cancel_scope.cancel_called:
+            return False
+        self.tasks.start_soon(function, *arguments)
+        return True
 
     @property
     def alive(self) -> bool:

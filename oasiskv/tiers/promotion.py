@@ -15,6 +15,10 @@ from .segments import Outcome, Read, SegmentKey
 _MOST = 64
 """Segments that may wait. Beyond, nothing is copied: a burst of reads has better uses for the tiers."""
 
+_REST = 3.0
+"""How many times as long as a copy took the next one waits: reads come first, and a working set that does not fit above would
+have copies chase each other."""
+
 
 class _Lift:
     def __init__(self, source: TierStore, targets: Sequence[TierStore]) -> None:
@@ -24,7 +28,7 @@ class _Lift:
 
 
 class Promotion:
-    """One copy at a time, of whole segments only; a key is never copied twice at once."""
+    """One copy at a time, in a quarter of the time, of whole segments only; a key is never copied twice at once."""
 
     def __init__(self, segment_bytes: int) -> None:
         self._size = segment_bytes
@@ -65,6 +69,7 @@ class Promotion:
                 await self._changed.wait()
                 continue
             key, lift = next(iter(self._lifts.items()))
+            begin = anyio.current_time()
             try:
                 with anyio.CancelScope() as lift.scope:
                     await self._copy(key, lift)
@@ -73,6 +78,7 @@ class Promotion:
             finally:
                 del self._lifts[key]
                 self._notify()
+            await anyio.sleep(_REST * (anyio.current_time() - begin))
 
     async def _copy(self, key: SegmentKey, lift: _Lift) -> None:
         # A shorter object misses here and stays where it is; a longer one is copied in part, and read below beyond it.

@@ -48,6 +48,10 @@ class SegmentLayout:
     """What the bytes of a segment mean: `(kv_heads, num_blocks, 2, block_size, head_dim)`, keys before values, in `dtype`.
 
     A *slot* is one block of one kv head, the unit of reading: offsets and lengths are multiples of `slot_bytes`.
+
+    Attributes:
+        codec: what has coded the slots, with its version, where a store gets them coded; empty if they are plain.
+        coded_slot_bytes: what a slot takes then.
     """
 
     kv_heads: int
@@ -55,6 +59,8 @@ class SegmentLayout:
     block_size: int
     head_dim: int
     dtype: str = "bfloat16"
+    codec: str = ""
+    coded_slot_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "num_blocks", "block_size", "head_dim"):
@@ -63,6 +69,10 @@ class SegmentLayout:
                 raise ConfigError(f"SegmentLayout.{name} is {value!r}; it must be a positive integer")
         if self.dtype not in _ITEM_BYTES:
             raise ConfigError(f"SegmentLayout.dtype is {self.dtype!r}; it must be one of {', '.join(_ITEM_BYTES)}")
+        if bool(self.codec) != (self.coded_slot_bytes > 0):
+            raise ConfigError(
+                f"SegmentLayout.codec is {self.codec!r} and coded_slot_bytes {self.coded_slot_bytes}; give both or neither"
+            )
 
     @classmethod
     def of(cls, shape: ModelShape, config: OasisConfig) -> SegmentLayout:
@@ -77,8 +87,8 @@ class SegmentLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of keys and values of one block of one kv head."""
-        return 2 * self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
+        """Bytes of keys and values of one block of one kv head, as a store gets them."""
+        return self.coded_slot_bytes or 2 * self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
 
     @property
     def segment_bytes(self) -> int:
@@ -93,6 +103,8 @@ class SegmentLayout:
     def fingerprint(self) -> bytes:
         """16 bytes that differ between layouts; persistent stores keep them beside what they hold."""
         text = f"{self.kv_heads},{self.num_blocks},{self.block_size},{self.head_dim},{self.dtype}"
+        if self.codec:
+            text += f",{self.codec},{self.coded_slot_bytes}"
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

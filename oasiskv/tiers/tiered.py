@@ -35,8 +35,8 @@ class TieredStore(TierStore):
     what that tier fails with; if it is only slow, `store` waits. What the last tier evicts is gone. What waits when the process
     dies is only where it was stored first.
 
-    A tier that is unavailable, or in which a call was cancelled after 0.25 s, is passed over by reads for 0.1 s, then twice as
-    long up to 5 s; what only it has is a miss meanwhile.
+    A tier that is unavailable, or in which a call was cancelled after 0.02 s, is passed over by reads until a probe in the
+    background finds it alive, 0.1 s later or 0.2 s and so on up to 5 s; what only it has is a miss meanwhile.
 
     Args:
         tiers: fast to slow, all of one layout, not open yet. This store opens and closes them.
@@ -59,8 +59,8 @@ class TieredStore(TierStore):
         # Made by `open`, since events belong to the loop that they are made in.
         self._below: WriteBehind
         self._lifts: Promotion
+        self._health: list[Health]
         self._tasks: Background | None = None
-        self._health = [Health() for _ in tiers]
 
     @classmethod
     def at(cls, location: Location, layout: SegmentLayout) -> Self:
@@ -105,9 +105,11 @@ class TieredStore(TierStore):
                 await stack.enter_async_context(tier)
             self._below = WriteBehind(self._tiers[1:], self._queue_bytes)
             self._lifts = Promotion(self.layout.segment_bytes)
+            self._health = [Health(tier) for tier in self._tiers]
             self._stack = stack.pop_all()
         self._tasks = Background()
-        self._tasks.start([*(partial(self._below.run, number) for number in range(len(self._tiers) - 1)), self._lifts.run])
+        writers = [partial(self._below.run, number) for number in range(len(self._tiers) - 1)]
+        self._tasks.start([*writers, self._lifts.run, *(health.run for health in self._health)])
 
     async def aclose(self) -> None:
         if self._closed or self._tasks is None:
@@ -139,6 +141,7 @@ class TieredStore(TierStore):
         await self._below.reserve(count)
         try:
             taken = await self._store_first(objects)
+            self._check_open()  # else nobody would write it behind
             for key, data in objects:
                 if taken + 1 < len(self._tiers) and self._below.add(key, data, taken):
                     count -= data.nbytes
@@ -183,7 +186,7 @@ class TieredStore(TierStore):
         """Whether a tier has answered."""
         tier = self._tiers[number]
         asked = [reads[place] for place in left]
-        answer = await self._ask(number, asked, tier.load)
+        answer = await self._ask(number, asked[0].key, asked, tier.load)
         if any(tier.unsettled(read.into) for read in asked):
             raise TierUnavailable(f"{type(tier).__name__} may still write to buffers of this call; ask `unsettled`")
         for place, read, outcome in zip(left, asked, answer or [], strict=False):
@@ -214,7 +217,7 @@ class TieredStore(TierStore):
             left = [key for key in keys if key not in found]
             if not left:
                 break
-            answer = await self._ask(number, left, tier.contains)
+            answer = await self._ask(number, left[0], left, tier.contains)
             if answer is not None:
                 answers += 1
                 found |= {key for key, there in zip(left, answer, strict=True) if there}
@@ -222,14 +225,14 @@ class TieredStore(TierStore):
         return [key in found for key in keys]
 
     async def _ask(
-        self, number: int, entries: Sequence[T], call: Callable[[Sequence[T]], Awaitable[list[U]]]
+        self, number: int, key: SegmentKey, entries: Sequence[T], call: Callable[[Sequence[T]], Awaitable[list[U]]]
     ) -> list[U] | None:
         """What a tier says, or `None` if it is unavailable."""
         if not self._health[number].well:
             return None
         answer: list[U] = []
         try:
-            with self._health[number].watch():
+            with self._health[number].watch(key):
                 for part in _parts(entries, self._tiers[number]):
                     answer += await call(part)
         except TierUnavailable:

@@ -83,6 +83,19 @@ class Raising(MemoryStore):
         return outcomes
 
 
+class Trusting(MemoryStore):
+    """Gives what it finds, whatever has become of it."""
+
+
+class Clinging(MemoryStore):
+    """Notices damage and keeps it."""
+
+    def _read(self, read):
+        outcome = super()._read(read)
+        damaged = bytes(len(self._objects.get(read.key, b""))) == self._objects.get(read.key)
+        return Outcome.CORRUPT if damaged else outcome
+
+
 class Undying(MemoryStore):
     """Deletes nothing."""
 
@@ -346,11 +359,16 @@ def leaves(error):
 
 async def refuse(make, test, arguments, tmp_path, expected=AssertionError):
     class Suite(TierStoreTests):
-        patience_s = 2.0
+        patience_s = 4.0
         closing_s = 0.3
 
         def make(self, folder, layout, limit_bytes):
-            return make(layout, limit_bytes)
+            self.made = make(layout, limit_bytes)
+            return self.made
+
+        def damage(self, folder, key):
+            self.made._objects[key] = bytes(len(self.made._objects[key]))
+            return True
 
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - what it may be is checked below
         await getattr(Suite(), test)(tmp_path, *arguments)
@@ -369,6 +387,8 @@ async def refuse(make, test, arguments, tmp_path, expected=AssertionError):
         (Borrowing, "test_buffers_belong_to_the_caller", ()),
         (Unsorted, "test_many_segments_in_one_call", ()),
         (Undying, "test_what_is_deleted_is_gone", ()),
+        (Trusting, "test_damage_is_noticed_and_forgotten", ()),
+        (Clinging, "test_damage_is_noticed_and_forgotten", ()),
         (Blind, "test_keys_that_differ_a_little_are_different", ()),
         (Hasty, "test_objects_that_do_not_fit_are_refused", (memoryview(b""),)),
         (Hasty, "test_buffers_that_do_not_fit_are_refused", (memoryview(bytearray(3)),)),

@@ -45,7 +45,7 @@ class TieredMachine(TierStoreMachine):
     def fail(self, number, down):
         self._tiers[number].down = down
         for health in self._store._health:
-            health._until = 0.0  # it is asked at once, since time stands still between rules
+            health._breaker.close()  # it is asked at once, since time stands still between rules
 
     @rule()
     def flush(self):

@@ -188,7 +188,9 @@ async def test_a_flipped_bit_is_a_hit_with_one_wrong_byte():
 @pytest.mark.parametrize("kind", [FaultKind.SHORT, FaultKind.FLIP])
 async def test_damage_to_a_miss_is_a_miss(kind):
     store = await faulty(Fault(kind))
-    assert await store.load(reads(9)) == [Outcome.MISS]
+    wanted = reads(9)
+    assert await store.load(wanted) == [Outcome.MISS]
+    assert set(wanted[0].into) == {POISON}
 
 
 async def test_a_call_that_hangs_is_cancelled_or_ends_with_the_store():
@@ -242,14 +244,20 @@ async def test_a_late_write_comes_after_the_call_and_is_announced(cancelled):
     await store.aclose()
 
 
-async def test_closing_settles_late_writes():
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_closing_settles_late_writes(cancelled):
     store = await faulty(Fault(FaultKind.LATE, delay_s=30.0))
     wanted = reads(1)
     with anyio.move_on_after(0.01):
         await store.load(wanted)
     assert store.unsettled(wanted[0].into)
     threads = threading.active_count()
-    await store.aclose()
+    with anyio.CancelScope() as scope:
+        if cancelled:
+            scope.cancel()
+        await store.aclose()
+    with pytest.raises(StateError):
+        await store.load(wanted)
     assert not store.unsettled(wanted[0].into)
     assert set(wanted[0].into) == {POISON}
     assert threading.active_count() <= threads

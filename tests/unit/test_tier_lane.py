@@ -7,6 +7,7 @@ import pytest
 from oasiskv.errors import InputError, LayoutMismatch, StateError, TierFull, TierUnavailable, WorkerError
 from oasiskv.tiers import Outcome
 from oasiskv.tiers.lane import TierLane
+from oasiskv.tiers.tiered import TieredStore
 
 from .moody import SLOT, Hang, Moody, buffer, entry, key, read, segment
 
@@ -301,6 +302,19 @@ def test_no_exception_of_a_load_ends_the_lane(lane, store):
     assert lane.load([read(1)], 5) == [Outcome.MISS]
 
 
+def test_a_call_that_outlives_the_lane_keeps_its_buffer(monkeypatch, store):
+    monkeypatch.setattr("oasiskv.tiers.lane_thread.CLOSE_S", 0.1)
+    lane = TierLane(store)
+    store.block = threading.Event()
+    late = read(1)
+    with pytest.raises(TierUnavailable):
+        lane.load([late], 0.02)
+    with pytest.raises(TierUnavailable, match="did not close"):
+        lane.close()
+    assert lane.unsettled(late.into)
+    store.block.set()
+
+
 def test_what_is_asked_for_after_the_lane_has_died_fails_at_once(store):
     lane = TierLane(store)
     store.error = Fatal()
@@ -313,6 +327,44 @@ def test_what_is_asked_for_after_the_lane_has_died_fails_at_once(store):
         lane.load([read(1)], 5)
     with pytest.raises(WorkerError, match="the lane of the tier store failed"):
         lane.close()
+
+
+def test_a_region_is_registered_in_the_lane():
+    seen = []
+
+    class Registering(Moody):
+        def register_buffer(self, region):
+            seen.append((region, threading.current_thread().name))
+
+    region = buffer()
+    with TierLane(Registering(max_batch=3)) as lane:
+        lane.register_buffer(region)
+        assert lane.traits.max_batch == 3
+    assert seen == [(region, "oasiskv-tier")]
+    with pytest.raises(StateError):
+        lane.register_buffer(region)
+
+
+def test_a_fast_tier_serves_while_a_slow_one_is_dead():
+    fast, slow = Moody(), Moody()
+    with TierLane(TieredStore([fast, slow])) as lane:
+        keep(lane, 1)
+        slow.hang = Hang()
+        with pytest.raises(TierUnavailable, match="within"):
+            lane.load([read(2)], 0.1)  # which only the slow one could have
+        soon(lambda: not lane._breaker.is_open)
+        for _ in range(50):
+            assert lane.load([read(1), read(2)], 0.1) == [Outcome.HIT, Outcome.MISS]
+            time.sleep(0.01)
+        assert lane.counters().timeouts == 1
+        slow.hang.end()
+
+
+def test_a_failure_while_it_closes_starts_no_probe(store):
+    lane = TierLane(store)
+    lane.close()
+    lane._trip(key(1))
+    assert lane.counters().breaker_openings == 1
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])

@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError
 from oasiskv_s3 import S3Store
 
 from oasiskv import registry
-from oasiskv.errors import ConfigError, TierUnavailable
+from oasiskv.errors import ConfigError, StateError, TierUnavailable
 from oasiskv.testing.tier_kit.suite import LAYOUT, blank, content, key
 from oasiskv.tiers import Location, Outcome, Read, TierStore
 
@@ -185,6 +185,11 @@ async def test_closing_does_not_wait_for_a_silent_server_for_long(location):
 def test_locations_that_cannot_be_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         make(text)
+
+
+async def test_a_store_that_is_not_open_says_so(location):
+    with pytest.raises(StateError, match="not open"):
+        await make(location).contains([key(1)])
 
 
 async def test_an_endpoint_that_is_no_address_is_refused():

@@ -109,5 +109,5 @@ class LifetimeTests(MetadataSuite):
             await at_every_suspension(live, nothing)
             for _ in range(_CYCLES):
                 await live()
-            gained = Holdings.now().beyond(before)
+            gained = await before.gained()
             assert not gained, f"after {_CYCLES} lives, and some that were cancelled, there are {', '.join(gained)}"

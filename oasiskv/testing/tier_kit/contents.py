@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from ...tiers import Outcome, Read, SegmentKey, SegmentLayout
@@ -161,6 +163,19 @@ class ContentTests(TierSuite):
             assert await self.get(store, key(2)) == content(key(2))
             await store.store([(key(1), memoryview(content(key(5))))])
             assert await self.get(store, key(1)) == content(key(5))
+
+    async def test_damage_is_noticed_and_forgotten(self, tmp_path: Path) -> None:
+        """Wrong bytes are never a `HIT`. The store says `CORRUPT` once; then the segment is gone, and can be stored anew."""
+        async with self.opened(tmp_path) as store:
+            for _ in range(2):
+                await self.put(store, [key(1), key(2)])
+                if not await anyio.to_thread.run_sync(self.damage, tmp_path, key(1)):
+                    pytest.skip("this suite does not say how to damage what is stored (damage)")
+                assert await self.get(store, key(1)) is Outcome.CORRUPT
+                assert await store.contains([key(1), key(2)]) == [False, True]
+                assert await self.get(store, key(1)) is Outcome.MISS
+            await self.put(store, [key(1)])
+            assert await self.get(store, key(1)) == content(key(1))
 
     async def test_buffers_belong_to_the_caller(self, tmp_path: Path) -> None:
         """The store keeps no view of what it was shown: neither of objects nor of buffers that it filled."""

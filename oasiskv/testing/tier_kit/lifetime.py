@@ -58,7 +58,8 @@ class LifetimeTests(TierSuite):
     async def test_closing_ends_what_is_under_way(self, tmp_path: Path, turns: int) -> None:
         """Soon. Calls either finish or raise `StateError`, and their buffers are left alone."""
         async with self.opened(tmp_path) as store:
-            await self.put(store, [key(number) for number in range(8)])
+            names = [key(number) for number in range(10, 18)]  # not those that the other calls store and delete
+            await self.put(store, names)
             buffers = [blank(LAYOUT.segment_bytes) for _ in range(8)]
 
             async def attempt(call: Callable[[], Awaitable[object]]) -> None:
@@ -68,7 +69,12 @@ class LifetimeTests(TierSuite):
                     return
 
             def load(number: int) -> Callable[[], Awaitable[object]]:
-                return lambda: store.load([Read(key(number), 0, buffers[number])])
+                async def call() -> None:
+                    (outcome,) = await store.load([Read(names[number], 0, buffers[number])])
+                    assert outcome is Outcome.HIT, f"a load that the closing overtook says {outcome}, not StateError"
+                    assert bytes(buffers[number]) == content(names[number])
+
+                return call
 
             async with anyio.create_task_group() as tasks:
                 for number in range(8):
@@ -95,7 +101,7 @@ class LifetimeTests(TierSuite):
                 await live()
             before = Holdings.now()
             await at_every_suspension(live, nothing)
-            gained = Holdings.now().beyond(before)
+            gained = await before.gained()
             assert not gained, f"after lives that were cancelled there are {', '.join(gained)}"
             await live()
 
@@ -162,5 +168,5 @@ class LifetimeTests(TierSuite):
                 await self.put(store, [key(number)])
                 assert await self.get(store, key(number)) == content(key(number))
                 await store.delete([key(number)])
-        gained = Holdings.now().beyond(before)
+        gained = await before.gained()
         assert not gained, f"after {_CYCLES - _WARM_CYCLES} cycles there are {', '.join(gained)}"

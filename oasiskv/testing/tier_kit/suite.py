@@ -65,6 +65,11 @@ class TierSuite(OnEachBackend):
         """
         raise NotImplementedError("a conformance suite overrides make() to return a store that is not open")
 
+    def damage(self, folder: Path, name: SegmentKey) -> bool:
+        """Change what is stored of a segment, behind the store's back: a byte, or the length. Override it for a store whose
+        medium can be reached. False, as by default, if it cannot; a test is skipped then."""
+        return False
+
     @asynccontextmanager
     async def opened(
         self, folder: Path, layout: SegmentLayout = LAYOUT, limit_bytes: int | None = None

@@ -102,6 +102,8 @@ class S3Store(TierStore):
 
         def one(item: A) -> T:
             self._check_open()
+            if self._client is None:
+                raise StateError(f"the store of {self._options} is not open; enter it by async with, or await open()")
             return work(item)
 
         async def worker() -> None:
