@@ -11,7 +11,7 @@ from typing import Self
 
 from ..errors import LayoutMismatch, TierUnavailable
 from . import file_index as index
-from .file_disk import opened, punch, sync_names, write_all
+from .file_disk import is_full, opened, punch, sync_names, write_all
 from .file_index import Placed
 from .segments import SegmentKey, SegmentLayout
 
@@ -156,14 +156,19 @@ class Pack:
         if not self._live and not self.grows:
             self.remove()
             return True
-        with opened(self._index_path, os.O_WRONLY) as fd:
-            self._write_gone(fd, segment)
         # The hole takes in the gaps on both sides: neighbours may have given up parts of blocks.
         before = self._live[self._offsets[position - 1]] if position else None
         start = before.offset + before.nbytes if before else 0
         end = self._offsets[position] if position < len(self._offsets) else self.size
-        with opened(self.data_path, os.O_WRONLY) as fd:
-            return punch(fd, start, end)
+        with opened(self._index_path, os.O_WRONLY) as fd, opened(self.data_path, os.O_WRONLY) as data:
+            try:
+                self._write_gone(fd, segment)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                punch(data, start, end)  # room for the record; the other way round, a crash would leave a damaged segment
+                self._write_gone(fd, segment)
+            return punch(data, start, end)
 
     def _write_gone(self, fd: int, segment: Placed) -> None:
         record = index.gone(segment.offset)

@@ -190,6 +190,28 @@ async def test_a_full_disk_is_tier_full_and_nothing_half_written_stays(tmp_path,
         assert await store.contains([key(n) for n in range(3)]) == [True, True, False]
 
 
+async def test_forgetting_needs_no_room_on_a_full_disk(tmp_path, monkeypatch):
+    real, holes = disk.os.pwritev, []
+
+    def full_until_there_is_a_hole(fd, buffers, offset):
+        if not holes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, buffers, offset)
+
+    def punch(*args):
+        holes.append(args)
+        return disk.punch(*args)
+
+    async with FileStore(LAYOUT, tmp_path, 2 * SEGMENT) as store:
+        await store_all(store, range(2))
+        monkeypatch.setattr(disk.os, "pwritev", full_until_there_is_a_hole)
+        monkeypatch.setattr("oasiskv.tiers.file_pack.punch", punch)
+        await store_all(store, [2])  # in place of the first
+        assert await whole(store, 2) == content(2)
+    async with FileStore(LAYOUT, tmp_path) as store:
+        assert await store.contains([key(n) for n in range(3)]) == [False, True, True]
+
+
 async def test_failing_for_long_leaves_no_files_behind(tmp_path, monkeypatch):
     async with FileStore(LAYOUT, tmp_path) as store:
         monkeypatch.setattr(disk.os, "pwritev", failing(errno.ENOSPC))
