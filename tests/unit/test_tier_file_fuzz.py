@@ -16,6 +16,7 @@ from oasiskv.errors import LayoutMismatch
 from oasiskv.tiers import Outcome
 from oasiskv.tiers import file_index as index
 from oasiskv.tiers.file import FileStore
+from oasiskv.tiers.file_checks import Checks
 
 from .tier_files import LAYOUT, content, key, store_all, whole
 
@@ -118,6 +119,29 @@ def test_no_change_of_the_data_leads_to_a_wrong_byte(original, start, some, size
     data = bytearray((original / "oasiskv-00000001.data").read_bytes())
     data[start : start + len(some)] = some
     assert nothing_wrong(with_files(original, bytes(data[:size]), (original / "oasiskv-00000001.index").read_bytes()))
+
+
+def test_segments_that_overlap_are_given_up_like_others(tmp_path):
+    data = memoryview(b"".join(content(number) for number in range(3)))
+    checks = Checks(LAYOUT.slot_bytes)
+    slots = SEGMENT // LAYOUT.slot_bytes
+    forged = [(0, 3 * slots), (SEGMENT, slots), (SEGMENT // 2, 2 * slots)]
+    blob = index.header(LAYOUT)
+    for number, (offset, count) in enumerate(forged):
+        size = count * LAYOUT.slot_bytes
+        blob += index.placed(index.Placed(key(number), offset, count, size, checks.of(data[offset : offset + size])))
+    (tmp_path / "oasiskv-00000001.data").write_bytes(data)
+    (tmp_path / "oasiskv-00000001.index").write_bytes(blob)
+
+    async def use():
+        async with FileStore(LAYOUT, tmp_path) as store:
+            assert await whole(store, 1) == content(1)
+            await store.delete([key(2)])  # the one before it ends after the one behind it begins
+            assert await whole(store, 1) == content(1)
+            await store.delete([key(0), key(1)])
+            assert store.used_bytes == 0
+
+    anyio.run(use)
 
 
 def test_a_record_is_read_only_as_far_as_the_file_goes():
