@@ -65,15 +65,14 @@ def _sealed(head: bytes, body: bytes) -> bytes:
     return head + xxhash.xxh3_64_digest(head + body) + body
 
 
-def parse(file: io.BufferedIOBase, index_bytes: int, data_bytes: int, layout: SegmentLayout) -> tuple[dict[int, Placed], int]:
-    """Read an index of `index_bytes` whose data file has `data_bytes`.
+def parse(file: io.BufferedIOBase, index_bytes: int, layout: SegmentLayout) -> tuple[dict[int, Placed], int]:
+    """Read an index of `index_bytes`.
 
-    Nothing is read or allocated because a record claims it: what it claims must fit into both files first. The index ends
-    before a segment that reaches beyond the data file, which has lost its end then.
+    Nothing is read or allocated because a record claims it: its claim must fit into what is left of the file first.
 
     Returns:
-        The segments by offset, in the order in which they were written, and where the last good record ends; 0 if not even the
-        header is good.
+        The segments by offset, in the order in which they were written, whether or not the data file goes so far; and where the
+        last good record ends, 0 if not even the header is good.
 
     Raises:
         LayoutMismatch: it was written for another layout, or by another version. `str` of it lacks the folder.
@@ -93,7 +92,7 @@ def parse(file: io.BufferedIOBase, index_bytes: int, data_bytes: int, layout: Se
             break
         if kind == _GONE:
             found.pop(offset, None)
-        elif kind == _PLACED and slots and offset % layout.slot_bytes == 0 and offset + slots * layout.slot_bytes <= data_bytes:
+        elif kind == _PLACED and slots and offset % layout.slot_bytes == 0:
             try:
                 key = SegmentKey(body[:space].decode("ascii"), body[space : space + digest], layer)
             except (InputError, UnicodeDecodeError):

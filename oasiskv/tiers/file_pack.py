@@ -11,7 +11,7 @@ from typing import Self
 
 from ..errors import LayoutMismatch, TierUnavailable
 from . import file_index as index
-from .file_disk import opened, punch, sync_names, write_all
+from .file_disk import is_full, opened, punch, sync_names, write_all
 from .file_index import Placed
 from .segments import SegmentKey, SegmentLayout
 
@@ -79,17 +79,19 @@ class Pack:
             self.size = os.fstat(data).st_size
             with open(fd, "rb", closefd=False) as file:
                 try:
-                    found, end = index.parse(file, os.fstat(fd).st_size, self.size, self._layout)
+                    found, end = index.parse(file, os.fstat(fd).st_size, self._layout)
                 except LayoutMismatch as error:
                     raise LayoutMismatch(f"{self._index_path} holds {error}; use another folder, or delete it") from None
-            if not found:
-                return False
             os.ftruncate(fd, end)
             self._index_bytes = end
             for segment in found.values():
-                self._add(segment)
-            self._clear_gaps(data)
-        return True
+                if segment.offset + segment.nbytes <= self.size:
+                    self._add(segment)
+                else:  # the file has lost its end, and will grow there again
+                    self._write_gone(fd, segment)
+            if self._live:
+                self._clear_gaps(data)
+        return bool(self._live)
 
     def _clear_gaps(self, data: int) -> None:
         last = max(segment.offset + segment.nbytes for segment in self._live.values())
@@ -154,16 +156,24 @@ class Pack:
         if not self._live and not self.grows:
             self.remove()
             return True
-        with opened(self._index_path, os.O_WRONLY) as fd:
-            record = index.gone(segment.offset)
-            write_all(fd, [memoryview(record)], self._index_bytes)
-            self._index_bytes += len(record)
         # The hole takes in the gaps on both sides: neighbours may have given up parts of blocks.
         before = self._live[self._offsets[position - 1]] if position else None
         start = before.offset + before.nbytes if before else 0
         end = self._offsets[position] if position < len(self._offsets) else self.size
-        with opened(self.data_path, os.O_WRONLY) as fd:
-            return punch(fd, start, end)
+        with opened(self._index_path, os.O_WRONLY) as fd, opened(self.data_path, os.O_WRONLY) as data:
+            try:
+                self._write_gone(fd, segment)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                punch(data, start, end)  # room for the record; the other way round, a crash would leave a damaged segment
+                self._write_gone(fd, segment)
+            return punch(data, start, end)
+
+    def _write_gone(self, fd: int, segment: Placed) -> None:
+        record = index.gone(segment.offset)
+        write_all(fd, [memoryview(record)], self._index_bytes)
+        self._index_bytes += len(record)
 
     def remove(self) -> None:
         """Delete the files; the index first, since data without one counts for nothing."""

@@ -61,7 +61,7 @@ def _arguments():
         ),
         "corrected_attention": step_case(rows=2),
         "mark_places": (*selected[:2], *swaps[:3]),
-        "load_blocks": (pool, torch.randn(8, 2, 4, 8), torch.tensor([[2, 0, -1]]), swaps[3], swaps[3] + 1),
+        "load_blocks": (pool, torch.randn(8, 2, 4, 8), torch.tensor([[[2, 0, -1], [1, 3, 2]]]), swaps[3], swaps[3] + 1),
         "publish_blocks": (*selected[1:], *swaps),
         "guess_queries": (raw.half(), torch.randn(4, 2, 6), torch.tensor([3, 0]), torch.randn(2, 3, 2, 2)),
         "learn_errors": (

@@ -115,6 +115,22 @@ async def test_a_file_truncated_between_processes_lacks_what_it_lost(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         assert await store.contains([key(n) for n in range(3)]) == [True, True, False]
         assert await whole(store, 1) == content(1)
+        await store_all(store, [3])  # lies where the lost one was
+    async with FileStore(LAYOUT, tmp_path) as store:
+        assert await store.contains([key(n) for n in range(4)]) == [True, True, False, True]
+        assert await whole(store, 3) == content(3)
+
+
+async def test_what_was_deleted_at_the_end_of_a_pack_hides_nothing_that_was_written_later(tmp_path):
+    async with FileStore(LAYOUT, tmp_path) as store:
+        await store_all(store, range(4))
+        await store.delete([key(2), key(3)])
+    async with FileStore(LAYOUT, tmp_path) as store:  # cuts the end off
+        await store_all(store, [4])
+        await store.delete([key(0)])
+    async with FileStore(LAYOUT, tmp_path) as store:
+        assert await store.contains([key(n) for n in range(5)]) == [False, True, False, False, True]
+        assert await whole(store, 4) == content(4)
 
 
 @pytest.mark.parametrize("suffixes", [["data"], ["index"], ["data", "index"]])
@@ -172,6 +188,28 @@ async def test_a_full_disk_is_tier_full_and_nothing_half_written_stays(tmp_path,
         assert await whole(store, 1) == content(1)
     async with FileStore(LAYOUT, tmp_path) as store:
         assert await store.contains([key(n) for n in range(3)]) == [True, True, False]
+
+
+async def test_forgetting_needs_no_room_on_a_full_disk(tmp_path, monkeypatch):
+    real, holes = disk.os.pwritev, []
+
+    def full_until_there_is_a_hole(fd, buffers, offset):
+        if not holes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, buffers, offset)
+
+    def punch(*args):
+        holes.append(args)
+        return disk.punch(*args)
+
+    async with FileStore(LAYOUT, tmp_path, 2 * SEGMENT) as store:
+        await store_all(store, range(2))
+        monkeypatch.setattr(disk.os, "pwritev", full_until_there_is_a_hole)
+        monkeypatch.setattr("oasiskv.tiers.file_pack.punch", punch)
+        await store_all(store, [2])  # in place of the first
+        assert await whole(store, 2) == content(2)
+    async with FileStore(LAYOUT, tmp_path) as store:
+        assert await store.contains([key(n) for n in range(3)]) == [False, True, True]
 
 
 async def test_failing_for_long_leaves_no_files_behind(tmp_path, monkeypatch):

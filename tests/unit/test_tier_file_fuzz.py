@@ -16,6 +16,7 @@ from oasiskv.errors import LayoutMismatch
 from oasiskv.tiers import Outcome
 from oasiskv.tiers import file_index as index
 from oasiskv.tiers.file import FileStore
+from oasiskv.tiers.file_checks import Checks
 
 from .tier_files import LAYOUT, content, key, store_all, whole
 
@@ -120,7 +121,30 @@ def test_no_change_of_the_data_leads_to_a_wrong_byte(original, start, some, size
     assert nothing_wrong(with_files(original, bytes(data[:size]), (original / "oasiskv-00000001.index").read_bytes()))
 
 
-def test_a_record_is_read_only_as_far_as_both_files_go():
+def test_segments_that_overlap_are_given_up_like_others(tmp_path):
+    data = memoryview(b"".join(content(number) for number in range(3)))
+    checks = Checks(LAYOUT.slot_bytes)
+    slots = SEGMENT // LAYOUT.slot_bytes
+    forged = [(0, 3 * slots), (SEGMENT, slots), (SEGMENT // 2, 2 * slots)]
+    blob = index.header(LAYOUT)
+    for number, (offset, count) in enumerate(forged):
+        size = count * LAYOUT.slot_bytes
+        blob += index.placed(index.Placed(key(number), offset, count, size, checks.of(data[offset : offset + size])))
+    (tmp_path / "oasiskv-00000001.data").write_bytes(data)
+    (tmp_path / "oasiskv-00000001.index").write_bytes(blob)
+
+    async def use():
+        async with FileStore(LAYOUT, tmp_path) as store:
+            assert await whole(store, 1) == content(1)
+            await store.delete([key(2)])  # the one before it ends after the one behind it begins
+            assert await whole(store, 1) == content(1)
+            await store.delete([key(0), key(1)])
+            assert store.used_bytes == 0
+
+    anyio.run(use)
+
+
+def test_a_record_is_read_only_as_far_as_the_file_goes():
     class Counting(io.BytesIO):
         asked = 0
 
@@ -130,7 +154,7 @@ def test_a_record_is_read_only_as_far_as_both_files_go():
 
     head = index._RECORD.pack(1, 10, 16, 0, 1 << 31, 0)
     file = Counting(index.header(LAYOUT) + head + bytes(8) + bytes(100))
-    found, end = index.parse(file, len(file.getvalue()), 1 << 40, LAYOUT)
+    found, end = index.parse(file, len(file.getvalue()), LAYOUT)
     assert (found, end) == ({}, index.HEADER_BYTES)
     assert file.asked <= index.HEADER_BYTES
 
@@ -138,7 +162,7 @@ def test_a_record_is_read_only_as_far_as_both_files_go():
 def test_what_was_written_is_parsed_in_order():
     placed = [index.Placed(key(n), n * SEGMENT, 8, SEGMENT, os.urandom(72)) for n in range(500)]
     blob = index.header(LAYOUT) + b"".join(index.placed(one) for one in placed) + index.gone(7 * SEGMENT)
-    found, end = index.parse(io.BytesIO(blob), len(blob), 500 * SEGMENT, LAYOUT)
+    found, end = index.parse(io.BytesIO(blob), len(blob), LAYOUT)
     assert end == len(blob)
     assert list(found) == [n * SEGMENT for n in range(500) if n != 7]
     del placed[7]
