@@ -359,7 +359,7 @@ def leaves(error):
 
 async def refuse(make, test, arguments, tmp_path, expected=AssertionError):
     class Suite(TierStoreTests):
-        patience_s = 4.0
+        patience_s = 1.0 if expected is TimeoutError else 30.0
         closing_s = 0.3
 
         def make(self, folder, layout, limit_bytes):
