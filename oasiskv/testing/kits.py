@@ -3,6 +3,8 @@
 class TestMine(KeySummaryTests):
     def plugin(self) -> type[KeySummary]:
         return Mine
+
+The kits of tier stores and metadata stores, whose contract is in `oasiskv.tiers.abc`, are here by name, too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import torch
 from ..abc import KeySample, KeySummary, Predictor
 from ..config import OasisConfig
 from ..types import ModelShape
+from .metadata_kit import MetadataStoreTests
+from .tier_kit import TierStoreTests
+
+__all__ = ["FixedIndex", "KeySummaryTests", "MetadataStoreTests", "PredictorTests", "TierStoreTests"]
 
 _SHAPE = ModelShape(num_layers=2, query_heads=6, kv_heads=2, head_dim=16)
 _CONFIG = OasisConfig(budget_tokens=64, block_size=4, sink_tokens=4, window_tokens=4, workers=0)

@@ -12,19 +12,21 @@ from .segments import Read, SegmentKey, SegmentLayout, TierTraits
 def check_objects(objects: Sequence[tuple[SegmentKey, memoryview]], layout: SegmentLayout, traits: TierTraits) -> None:
     """Raises `InputError` unless these can be stored."""
     _check_batch(len(objects), traits)
+    slot_bytes = layout.slot_bytes
     for key, data in objects:
-        _check_buffer(f"the object of {key}", data, layout)
+        _check_buffer("object of", key, data, slot_bytes)
 
 
 def check_reads(reads: Sequence[Read], layout: SegmentLayout, traits: TierTraits) -> None:
     """Raises `InputError` unless these can be read."""
     _check_batch(len(reads), traits)
+    slot_bytes = layout.slot_bytes
     for read in reads:
-        _check_buffer(f"the buffer for {read.key}", read.into, layout)
+        _check_buffer("buffer for", read.key, read.into, slot_bytes)
         if read.into.readonly:
             raise InputError(f"the buffer for {read.key} is read-only; pass a writable memoryview")
-        if read.offset < 0 or read.offset % layout.slot_bytes:
-            raise InputError(f"offset is {read.offset} in {read.key}; it must be a multiple of slot_bytes, {layout.slot_bytes}")
+        if read.offset < 0 or read.offset % slot_bytes:
+            raise InputError(f"offset is {read.offset} in {read.key}; it must be a multiple of slot_bytes, {slot_bytes}")
 
 
 def check_ttl(ttl_s: float) -> None:
@@ -38,8 +40,8 @@ def _check_batch(count: int, traits: TierTraits) -> None:
         raise InputError(f"a call has {count} entries; this store takes at most {traits.max_batch} (traits.max_batch)")
 
 
-def _check_buffer(what: str, buffer: memoryview, layout: SegmentLayout) -> None:
+def _check_buffer(what: str, key: SegmentKey, buffer: memoryview, slot_bytes: int) -> None:
     if not isinstance(buffer, memoryview) or not buffer.c_contiguous or buffer.itemsize != 1:
-        raise InputError(f"{what} is {buffer!r}; it must be a contiguous memoryview of bytes")
-    if not buffer.nbytes or buffer.nbytes % layout.slot_bytes:
-        raise InputError(f"{what} has {buffer.nbytes} bytes; it must be a multiple of slot_bytes, {layout.slot_bytes}")
+        raise InputError(f"the {what} {key} is {buffer!r}; it must be a contiguous memoryview of bytes")
+    if not buffer.nbytes or buffer.nbytes % slot_bytes:
+        raise InputError(f"the {what} {key} has {buffer.nbytes} bytes; it must be a multiple of slot_bytes, {slot_bytes}")

@@ -36,12 +36,17 @@ class FileStore(TierStore):
     damage some of it; damage is found by its checksum when it is read, so nothing wrong is ever given out. With `sync=yes`,
     `store` returns only when the medium has everything, and a loss of power takes nothing.
 
-    The order of use is kept in memory. The next process starts with the order of writing.
+    The order of use is kept in memory. The next process starts with the order in which files were written.
+
+    Segments lie in *packs*, files of bounded size that grow at their end. What is forgotten becomes a hole in its file, and a
+    pack of which less than a quarter is left is emptied into the one that grows. On a file system without holes, room is made
+    by giving up whole packs.
 
     Args:
         layout: of the segments; the folder holds one layout.
         path: of the folder, made if it is not there.
-        limit_bytes: what the segments may take; beside it, an index takes 8 bytes per slot and about 100 per segment.
+        limit_bytes: what the segments may take. Beside it there is an index, on the disk and in memory: 8 bytes per slot and
+            per 64 KiB, and about 100 (in memory 600) per segment.
         sync: whether `store` waits for the medium.
         direct: read past the page cache, with `O_DIRECT`, where the file system can and slots and the caller's buffers are
             aligned to 4096 bytes; elsewhere through it. For hosts whose memory is needed for better. Not the default: what was
@@ -72,6 +77,7 @@ class FileStore(TierStore):
         self._traits = TierTraits(persistent=True, alignment_bytes=_PAGE_BYTES if self._direct else 1)
         self._readers = anyio.CapacityLimiter(threads)
         self._writers = anyio.CapacityLimiter(1)
+        self._opened = False
         self._folder: Folder | None = None
         self._calls = Calls(f"the file tier in {self._path}", self._release)
 
@@ -96,8 +102,9 @@ class FileStore(TierStore):
         return self._limit
 
     async def open(self) -> None:
-        if self._folder:
+        if self._opened:
             raise StateError(f"the file tier in {self._path} has been opened before; make a new one")
+        self._opened = True
         try:
             await self._calls.run(self._open, self._writers)
         except BaseException:

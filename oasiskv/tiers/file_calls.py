@@ -61,7 +61,9 @@ class Calls:
             raise
 
     async def close(self, patience_s: float) -> None:
-        """Make calls stop, and wait for them for a time. Idempotent."""
+        """Make calls stop, and wait for them for a time. Idempotent. A forked child has nothing to close."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             first, self._closed = not self._closed, True
             idle = not self._running

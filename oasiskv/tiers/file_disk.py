@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from ..errors import TierFull, TierUnavailable
@@ -14,7 +15,7 @@ from ..errors import TierFull, TierUnavailable
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
-_NO_HOLES = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+_NO_HOLES = {errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @contextmanager
@@ -80,11 +81,16 @@ def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def sync_names(folder: Path) -> None:
+    """Have the medium know the names of the files in a folder. Raises `OSError`."""
+    with opened(folder, os.O_RDONLY) as fd:
+        os.fsync(fd)
+
+
 def punch(fd: int, start: int, end: int) -> bool:
     """Give the blocks of a range back to the file system; false where it cannot. Raises `OSError`."""
-    try:
-        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
-    except AttributeError:  # not Linux, or a libc without it
+    fallocate = _fallocate()
+    if fallocate is None:
         return False
     result = fallocate(fd, _KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(end - start))
     if not result:
@@ -93,3 +99,12 @@ def punch(fd: int, start: int, end: int) -> bool:
     if code in _NO_HOLES:
         return False
     raise OSError(code, f"a hole from {start} to {end}: {os.strerror(code)}")
+
+
+@cache
+def _fallocate() -> Callable[..., int] | None:
+    try:
+        function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).fallocate64
+    except AttributeError:  # not Linux, or a libc without it
+        return None
+    return function

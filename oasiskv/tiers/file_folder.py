@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from ..errors import TierFull
 from .file_checks import Checks
-from .file_disk import errors_of, is_full, opened, read_all
+from .file_disk import errors_of, is_full, opened, read_all, sync_names
 from .file_index import Placed
 from .file_lock import FolderLock
 from .file_pack import Pack, Sealed
 from .segments import SegmentKey, SegmentLayout
 
-_NAME = re.compile(r"(\d{8})\.(?:data|index)")
+_NAME = re.compile(r"oasiskv-(\d{8})\.(?:data|index)")
 _GROUP_BYTES = 8 << 20
 """What is written and registered at once: how long others wait for a writer, and what a cancelled store may still write."""
 
@@ -64,6 +64,8 @@ class Folder:
             try:
                 self._adopt_packs()
                 self._make_room(0)
+                if sync:
+                    sync_names(path)
             except BaseException:
                 self._lock.release()
                 raise
@@ -79,6 +81,8 @@ class Folder:
             if not pack.adopt():
                 pack.remove()
                 continue
+            for earlier in self._packs.values():
+                earlier.grows = False
             self._packs[number] = pack
             for segment in pack.live:
                 older = self._segments.pop(segment.key, None)

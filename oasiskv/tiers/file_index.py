@@ -68,8 +68,8 @@ def _sealed(head: bytes, body: bytes) -> bytes:
 def parse(file: io.BufferedIOBase, index_bytes: int, data_bytes: int, layout: SegmentLayout) -> tuple[dict[int, Placed], int]:
     """Read an index of `index_bytes` whose data file has `data_bytes`.
 
-    Nothing is read or allocated because a record claims it: what it claims must fit into both files first. Segments that reach
-    beyond the data file are left out.
+    Nothing is read or allocated because a record claims it: what it claims must fit into both files first. The index ends
+    before a segment that reaches beyond the data file, which has lost its end then.
 
     Returns:
         The segments by offset, in the order in which they were written, and where the last good record ends; 0 if not even the
@@ -93,15 +93,13 @@ def parse(file: io.BufferedIOBase, index_bytes: int, data_bytes: int, layout: Se
             break
         if kind == _GONE:
             found.pop(offset, None)
-        elif kind == _PLACED and slots and offset % layout.slot_bytes == 0:
+        elif kind == _PLACED and slots and offset % layout.slot_bytes == 0 and offset + slots * layout.slot_bytes <= data_bytes:
             try:
                 key = SegmentKey(body[:space].decode("ascii"), body[space : space + digest], layer)
             except (InputError, UnicodeDecodeError):
                 break
-            nbytes = slots * layout.slot_bytes
-            if offset + nbytes <= data_bytes:
-                found.pop(offset, None)  # a second record for the place is the newer one, in the order of writing too
-                found[offset] = Placed(key, offset, slots, nbytes, body[space + digest :])
+            found.pop(offset, None)  # a second record for the place is the newer one, in the order of writing too
+            found[offset] = Placed(key, offset, slots, slots * layout.slot_bytes, body[space + digest :])
         else:
             break
         end += _RECORD_BYTES + body_bytes

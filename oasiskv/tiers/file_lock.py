@@ -10,11 +10,11 @@ from ..errors import TierUnavailable
 
 
 class FolderLock:
-    """An exclusive lock on `lock` in a folder, which ends with the process at the latest, however that ends."""
+    """An exclusive lock on `oasiskv.lock` in a folder, which ends with the process at the latest, however that ends."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `TierUnavailable` if another store has the folder, `OSError` if the file cannot be made."""
-        self._path = folder / "lock"
+        self._path = folder / "oasiskv.lock"
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,7 +34,7 @@ class FolderLock:
 
     def check(self) -> None:
         """Raises `TierUnavailable` if the file that is locked is not there any more: the folder may be somebody else's now."""
-        if os.fstat(self._fd).st_nlink == 0:
+        if not self._path.exists() or not os.path.samestat(os.fstat(self._fd), os.lstat(self._path)):
             raise TierUnavailable(f"{self._path} has been removed while the folder was in use; open the file tier again")
 
     def release(self) -> None:

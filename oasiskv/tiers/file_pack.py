@@ -11,7 +11,7 @@ from typing import Self
 
 from ..errors import LayoutMismatch, TierUnavailable
 from . import file_index as index
-from .file_disk import opened, punch, write_all
+from .file_disk import opened, punch, sync_names, write_all
 from .file_index import Placed
 from .segments import SegmentKey, SegmentLayout
 
@@ -20,20 +20,20 @@ Sealed = tuple[SegmentKey, memoryview, bytes]
 
 
 class Pack:
-    """`NUMBER.data` and `NUMBER.index` in a folder. Files are open only while something is done with them.
+    """`oasiskv-NUMBER.data` and `.index` in a folder. Files are open only while something is done with them.
 
     Its methods raise `OSError`. They are for one thread at a time.
 
     Attributes:
         size: where the next segment goes.
         live_bytes: of the segments that are still there.
-        grows: whether more may be added. What an earlier process has begun, or what failed half-way, does not.
+        grows: whether more may be added; not after another pack has been begun, or a write has failed half-way.
     """
 
     def __init__(self, folder: Path, number: int, layout: SegmentLayout) -> None:
         self.number = number
-        self.data_path = folder / f"{number:08}.data"
-        self._index_path = folder / f"{number:08}.index"
+        self.data_path = folder / f"oasiskv-{number:08}.data"
+        self._index_path = folder / f"oasiskv-{number:08}.index"
         self._layout = layout
         self.size = 0
         self.live_bytes = 0
@@ -57,8 +57,7 @@ class Pack:
             with opened(pack._index_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 write_all(fd, [memoryview(index.header(layout))], 0)
             if sync:
-                with opened(folder, os.O_RDONLY) as fd:  # the names of the files
-                    os.fsync(fd)
+                sync_names(folder)
         except OSError:
             pack.remove()
             raise
@@ -76,7 +75,6 @@ class Pack:
                 return False
             if not path.is_file():
                 raise TierUnavailable(f"{path} is no regular file; use another folder, or delete it")
-        self.grows = False
         with opened(self.data_path, os.O_RDWR) as data, opened(self._index_path, os.O_RDWR) as fd:
             self.size = os.fstat(data).st_size
             with open(fd, "rb", closefd=False) as file:
@@ -120,11 +118,11 @@ class Pack:
             with opened(self.data_path, os.O_WRONLY) as fd:
                 write_all(fd, [data for _, data, _ in objects], self.size)
                 if sync:
-                    os.fdatasync(fd)
+                    os.fsync(fd)
             with opened(self._index_path, os.O_WRONLY) as fd:
                 write_all(fd, [memoryview(records)], self._index_bytes)
                 if sync:
-                    os.fdatasync(fd)
+                    os.fsync(fd)
         except OSError:
             self.grows = False
             self._cut()

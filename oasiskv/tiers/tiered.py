@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Self, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 
 from ..errors import ConfigError, StateError, TierError, TierFull, TierUnavailable
 from .abc import TierStore
+from .background import Background
 from .checks import check_objects, check_reads
 from .health import Health
 from .location import Location
@@ -37,8 +38,6 @@ class TieredStore(TierStore):
     A tier that is unavailable, or in which a call was cancelled after 0.25 s, is passed over by reads for 0.1 s, then twice as
     long up to 5 s; what only it has is a miss meanwhile.
 
-    Open and close it in the same task, best by `async with`.
-
     Args:
         tiers: fast to slow, all of one layout, not open yet. This store opens and closes them.
         promote: whether segments that a read found below the fastest tier are copied into it, in the background.
@@ -60,7 +59,7 @@ class TieredStore(TierStore):
         # Made by `open`, since events belong to the loop that they are made in.
         self._below: WriteBehind
         self._lifts: Promotion
-        self._tasks: TaskGroup | None = None
+        self._tasks: Background | None = None
         self._health = [Health() for _ in tiers]
 
     @classmethod
@@ -106,11 +105,9 @@ class TieredStore(TierStore):
                 await stack.enter_async_context(tier)
             self._below = WriteBehind(self._tiers[1:], self._queue_bytes)
             self._lifts = Promotion(self.layout.segment_bytes)
-            self._tasks = await stack.enter_async_context(anyio.create_task_group())
-            for number in range(len(self._tiers) - 1):
-                self._tasks.start_soon(self._below.run, number)
-            self._tasks.start_soon(self._lifts.run)
             self._stack = stack.pop_all()
+        self._tasks = Background()
+        self._tasks.start([*(partial(self._below.run, number) for number in range(len(self._tiers) - 1)), self._lifts.run])
 
     async def aclose(self) -> None:
         if self._closed or self._tasks is None:
@@ -124,8 +121,10 @@ class TieredStore(TierStore):
         finally:
             self._dropped = len(self._below)
             self._below.close()
-            self._tasks.cancel_scope.cancel()
-            await self._stack.aclose()
+            try:
+                await self._tasks.stop()
+            finally:
+                await self._stack.aclose()
 
     async def flush(self) -> None:
         """Wait until every tier has what was stored. Raises `TierUnavailable` or `TierFull` if one fails, which is tried again
@@ -161,40 +160,51 @@ class TieredStore(TierStore):
     async def load(self, reads: Sequence[Read]) -> list[Outcome]:
         self._check_open()
         check_reads(reads, self.layout, self.traits)
-        outcomes = [self._read_below(read) for read in reads]
-        left = [place for place, outcome in enumerate(outcomes) if outcome is not Outcome.HIT]
-        missed: defaultdict[SegmentKey, list[TierStore]] = defaultdict(list)  # the tiers to copy it to
+        outcomes = [Outcome.MISS] * len(reads)
+        wanted: defaultdict[SegmentKey, list[TierStore]] = defaultdict(list)  # the tiers to copy it to
         answers = 0
-        for number, tier in enumerate(self._tiers):
-            if not left:
-                return outcomes
-            asked = [reads[place] for place in left]
-            answer = await self._ask(number, asked, tier.load)
-            if any(tier.unsettled(read.into) for read in asked):
-                raise TierUnavailable(f"{type(tier).__name__} may still write to buffers of this call; ask `unsettled`")
-            if answer is None:
-                continue
-            answers += 1
-            for place, outcome in zip(left, answer, strict=True):
-                key = reads[place].key
-                if outcome is Outcome.HIT:
-                    outcomes[place] = outcome
-                    self._lifts.ask(key, tier, missed[key])
-                elif (outcome is Outcome.CORRUPT or (self._promote and not number)) and tier not in missed[key]:
-                    missed[key].append(tier)
-                if outcome is Outcome.CORRUPT:
-                    outcomes[place] = outcome
-            left = [place for place in left if outcomes[place] is not Outcome.HIT]
-        self._check_answers(len(left), answers)
+        for number in range(len(self._tiers)):
+            left = [place for place, outcome in enumerate(outcomes) if outcome is not Outcome.HIT]
+            if left:
+                answers += await self._load_from(number, reads, left, outcomes, wanted)
+                if not number:
+                    self._read_below(reads, left, outcomes)
+        self._check_answers(outcomes.count(Outcome.HIT) < len(reads), answers)
         return outcomes
 
-    def _read_below(self, read: Read) -> Outcome:
-        data = self._below.get(read.key)
-        end = read.offset + read.into.nbytes
-        if data is None or end > len(data):
-            return Outcome.MISS
-        read.into[:] = memoryview(data)[read.offset : end]
-        return Outcome.HIT
+    async def _load_from(
+        self,
+        number: int,
+        reads: Sequence[Read],
+        left: Sequence[int],
+        outcomes: list[Outcome],
+        wanted: dict[SegmentKey, list[TierStore]],
+    ) -> bool:
+        """Whether a tier has answered."""
+        tier = self._tiers[number]
+        asked = [reads[place] for place in left]
+        answer = await self._ask(number, asked, tier.load)
+        if any(tier.unsettled(read.into) for read in asked):
+            raise TierUnavailable(f"{type(tier).__name__} may still write to buffers of this call; ask `unsettled`")
+        for place, read, outcome in zip(left, asked, answer or [], strict=False):
+            tiers = wanted[read.key]
+            if outcome is Outcome.HIT:
+                self._lifts.ask(read.key, tier, tiers)
+            elif (outcome is Outcome.CORRUPT or (self._promote and not number)) and tier not in tiers:
+                tiers.append(tier)
+            if outcome is not Outcome.MISS:  # damage above is told of, unless it is found below
+                outcomes[place] = outcome
+        return answer is not None
+
+    def _read_below(self, reads: Sequence[Read], left: Sequence[int], outcomes: list[Outcome]) -> None:
+        """Fill from the copies that are on their way down."""
+        for place in left:
+            read = reads[place]
+            data = self._below.get(read.key)
+            end = read.offset + read.into.nbytes
+            if outcomes[place] is not Outcome.HIT and data is not None and end <= len(data):
+                read.into[:] = memoryview(data)[read.offset : end]
+                outcomes[place] = Outcome.HIT
 
     async def contains(self, keys: Sequence[SegmentKey]) -> list[bool]:
         self._check_open()
@@ -208,7 +218,7 @@ class TieredStore(TierStore):
             if answer is not None:
                 answers += 1
                 found |= {key for key, there in zip(left, answer, strict=True) if there}
-        self._check_answers(sum(key not in found for key in keys), answers)
+        self._check_answers(not found.issuperset(keys), answers)
         return [key in found for key in keys]
 
     async def _ask(
@@ -226,7 +236,7 @@ class TieredStore(TierStore):
             return None
         return answer
 
-    def _check_answers(self, left: int, answers: int) -> None:
+    def _check_answers(self, left: bool, answers: int) -> None:
         if left and not answers:
             raise TierUnavailable(f"none of the {len(self._tiers)} tiers is available; try again in some seconds")
 

@@ -97,6 +97,23 @@ def test_large_batches_are_measured_in_part(capsys, monkeypatch):
     assert max(one["batch"] for one in report["measurements"]) == 64
 
 
+def test_a_tier_that_breaks_in_the_middle_is_not_judged(capsys, monkeypatch):
+    load = MemoryStore.load
+
+    async def one_only(self, reads):
+        if len(reads) > 1:
+            raise TierUnavailable("too many")
+        return await load(self, reads)
+
+    monkeypatch.setattr(MemoryStore, "load", one_only)
+    code, out, _ = call(capsys, "--tier", "memory:", "--json")
+    report = json.loads(out)
+    assert code == 1
+    assert report["problems"] == {"memory:": "too many"}
+    assert [one["direction"] for one in report["measurements"] if one["tier"] == "memory:"] == ["store", "load"]
+    assert "memory:" not in {verdict["tier"] for verdict in report["verdicts"]}
+
+
 def test_a_tier_is_named_without_its_options_and_told_from_others():
     names = doctor.tier_names(["file:/a?limit=1GiB", "file:/b", "file:/a?direct=yes", "file:/a"])
     assert names == ["file:/a", "file:/b", "file:/a (2)", "file:/a (3)"]

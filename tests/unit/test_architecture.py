@@ -10,7 +10,19 @@ import pytest
 from oasiskv import abc as contracts
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE = ("transformers", "anyio", "redis", "mooncake", "vllm", "pytest", "hypothesis", "rich", "numba", "triton")
+OUTSIDE = (
+    "transformers",
+    "anyio",
+    "redis",
+    "mooncake",
+    "vllm",
+    "pytest",
+    "hypothesis",
+    "rich",
+    "numba",
+    "triton",
+    "prometheus_client",
+)
 
 
 def run(*command):

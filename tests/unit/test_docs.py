@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from oasiskv import OasisConfig, Stats, abc, errors
-from oasiskv.testing import kits
+from oasiskv import OasisConfig, Stats, abc, errors, tiers
+from oasiskv.testing import faults, kits
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -150,15 +150,18 @@ def test_every_module_has_its_line() -> None:
     assert documented - names == set(), "lines in architecture.md about modules that are not there"
 
 
-CONTRACTS = (abc.KeySummary, abc.Predictor, abc.QueryProjection, abc.LayerWork, abc.Ticket, abc.TransferScheduler)
+CONTRACTS = {
+    "plugins.md": (abc.KeySummary, abc.Predictor, abc.QueryProjection, abc.LayerWork, abc.Ticket, abc.TransferScheduler),
+    "write-a-tier.md": (tiers.TierStore, tiers.MetadataStore, tiers.TierTraits, faults.FaultKind),
+}
 
 
-@pytest.mark.parametrize("kind", CONTRACTS, ids=lambda kind: kind.__name__)
-def test_every_member_of_a_contract_is_documented(kind: type) -> None:
-    page = read("plugins.md")
-    for member in {**vars(kind), **kind.__annotations__}:
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in CONTRACTS.items() for kind in kinds])
+def test_every_member_of_a_contract_is_documented(name: str, kind: type) -> None:
+    page = read(name)
+    for member in {**vars(kind), **getattr(kind, "__annotations__", {})}:
         if not member.startswith("_"):
-            assert re.search(rf"`{member}\b", page), f"plugins.md does not say what {kind.__name__}.{member} is for"
+            assert re.search(rf"`{member}\b", page), f"{name} does not say what {kind.__name__}.{member} is for"
 
 
 def test_every_conformance_kit_is_documented() -> None:

@@ -87,6 +87,18 @@ async def test_the_next_store_finds_what_the_last_one_held(tmp_path):
         assert await whole(store, 4) == content(4)
 
 
+async def test_many_short_lives_do_not_leave_many_files(tmp_path):
+    for number in range(20):
+        async with FileStore(LAYOUT, tmp_path, pack_bytes=8 * SEGMENT) as store:
+            await store_all(store, [number])
+            if number % 4 == 3:
+                await store.delete([key(number)])  # the next one begins where this one lay
+            assert [await whole(store, n) for n in range(number)] == [
+                Outcome.MISS if n % 4 == 3 else content(n) for n in range(number)
+            ]
+    assert len(list(tmp_path.glob("*.data"))) <= 3
+
+
 async def test_the_least_recently_used_segments_go_first(tmp_path):
     async with FileStore(LAYOUT, tmp_path, 4 * SEGMENT) as store:
         await store_all(store, range(4))
@@ -122,6 +134,19 @@ async def test_the_disk_holds_about_as_much_as_the_limit_in_long_runs(tmp_path, 
             await whole(store, 0)  # it stays, and its pack with it
             assert disk_bytes(tmp_path) < 1.5 * limit
         assert await whole(store, 0) == content(0)
+
+
+async def test_segments_that_end_inside_a_block_of_the_disk_give_their_space_back_too(tmp_path):
+    size = 3 * LAYOUT.slot_bytes  # 1.5 KiB: no segment has a block of its own
+    async with FileStore(LAYOUT, tmp_path, 16 * size, pack_bytes=1 << 20) as store:
+        for number in range(400):
+            await store.store([(key(number), memoryview(content(number)[:size]))])
+        assert store.used_bytes == 16 * size
+        (data,) = tmp_path.glob("*.data")
+        assert data.stat().st_blocks * 512 < 2 * 16 * size < data.stat().st_size
+        into = bytearray(size)
+        assert await store.load([Read(key(399), 0, memoryview(into))]) == [Outcome.HIT]
+        assert into == content(399)[:size]
 
 
 async def test_survivors_of_nearly_empty_packs_move_so_that_files_stay_few(tmp_path):
@@ -235,7 +260,7 @@ def test_a_location_says_where_and_how(tmp_path):
 async def test_a_folder_is_made_with_its_parents(tmp_path):
     async with FileStore(LAYOUT, tmp_path / "a" / "b") as store:
         await store_all(store, [0])
-    assert (tmp_path / "a" / "b" / "00000001.data").stat().st_size == SEGMENT
+    assert (tmp_path / "a" / "b" / "oasiskv-00000001.data").stat().st_size == SEGMENT
 
 
 async def test_calls_may_overlap(tmp_path):

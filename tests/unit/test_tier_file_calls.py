@@ -28,13 +28,16 @@ class Gate:
         self.entered = threading.Event()
         self.open = threading.Event()
         self.left = threading.Event()
+        self.inside = 0
 
     def __call__(self, *args):
+        self.inside += 1
         self.entered.set()
         assert self.open.wait(30)
         try:
             return self.real(*args)
         finally:
+            self.inside -= 1
             self.left.set()
 
     async def until_entered(self):
@@ -79,11 +82,14 @@ async def test_a_cancelled_load_ends_when_nothing_writes_to_its_buffer_any_more(
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_load_cancelled_by_asyncio_itself_does_so_too(tmp_path, read_gate, anyio_backend):
+@pytest.mark.parametrize("shares", [1, 3])
+async def test_a_load_cancelled_by_asyncio_itself_does_so_too(tmp_path, read_gate, anyio_backend, shares):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, [0])
-        buffer = bytearray(SEGMENT)
-        task = asyncio.create_task(store.load([Read(key(0), 0, memoryview(buffer))]))
+        data = bytes(shares * (2 << 20))
+        await store.store([(key(1), memoryview(data[: 1 << 20]))])
+        reads = [Read(key(1), 0, memoryview(bytearray(1 << 20))) for _ in range(len(data) >> 20)]
+        task = asyncio.create_task(store.load(reads))
         await read_gate.until_entered()
         timer = open_later(read_gate)
         for _ in range(3):
@@ -91,6 +97,7 @@ async def test_a_load_cancelled_by_asyncio_itself_does_so_too(tmp_path, read_gat
             await asyncio.sleep(0.002)
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert read_gate.inside == 0
         assert read_gate.left.is_set()
         timer.join()
         assert await whole(store, 0) == content(0)

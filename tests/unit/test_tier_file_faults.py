@@ -57,7 +57,7 @@ async def test_a_flipped_bit_is_found_wherever_it_is_and_the_segment_forgotten(t
             await store_all(store, [number])
             place = random.Random(number).randrange(SEGMENT)
             flipped = content(number)[place] ^ (1 << number % 8)
-            change(tmp_path / "00000001.data", number * SEGMENT + place, bytes([flipped]))
+            change(tmp_path / "oasiskv-00000001.data", number * SEGMENT + place, bytes([flipped]))
             slot = place // LAYOUT.slot_bytes * LAYOUT.slot_bytes
             other = (slot + LAYOUT.slot_bytes) % SEGMENT
             assert (await read(store, number, other, LAYOUT.slot_bytes))[0] is Outcome.HIT
@@ -69,7 +69,7 @@ async def test_a_flipped_bit_is_found_wherever_it_is_and_the_segment_forgotten(t
 async def test_one_damaged_slot_among_adjacent_reads_spoils_no_other(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, range(3))
-        change(tmp_path / "00000001.data", SEGMENT + 1, bytes([content(1)[1] ^ 1]))
+        change(tmp_path / "oasiskv-00000001.data", SEGMENT + 1, bytes([content(1)[1] ^ 1]))
         buffers = [bytearray(SEGMENT) for _ in range(3)]
         outcomes = await store.load([Read(key(number), 0, memoryview(into)) for number, into in enumerate(buffers)])
         assert outcomes == [Outcome.HIT, Outcome.CORRUPT, Outcome.HIT]
@@ -80,16 +80,26 @@ async def test_one_damaged_slot_among_adjacent_reads_spoils_no_other(tmp_path):
 async def test_what_is_forgotten_as_damaged_stays_forgotten(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, range(2))
-        change(tmp_path / "00000001.data", 0, bytes(SEGMENT))
+        change(tmp_path / "oasiskv-00000001.data", 0, bytes(SEGMENT))
         assert await whole(store, 0) is Outcome.CORRUPT
     async with FileStore(LAYOUT, tmp_path) as store:
         assert await store.contains([key(0), key(1)]) == [False, True]
 
 
+async def test_a_changed_name_in_the_index_gives_nobody_what_is_not_theirs(tmp_path):
+    async with FileStore(LAYOUT, tmp_path) as store:
+        await store_all(store, range(3))
+    index = tmp_path / "oasiskv-00000001.index"
+    place = index.read_bytes().index(key(1).digest)
+    change(index, place, key(6).digest)  # same layer
+    async with FileStore(LAYOUT, tmp_path) as store:
+        assert await store.contains([key(n) for n in (0, 1, 6)]) == [True, False, False]
+
+
 async def test_a_truncated_file_is_damage_to_what_it_cuts_and_to_nothing_else(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, range(3))
-        os.truncate(tmp_path / "00000001.data", SEGMENT + LAYOUT.slot_bytes)
+        os.truncate(tmp_path / "oasiskv-00000001.data", SEGMENT + LAYOUT.slot_bytes)
         assert (await read(store, 1, 0, LAYOUT.slot_bytes))[0] is Outcome.HIT
         assert await whole(store, 1) is Outcome.CORRUPT
         assert await whole(store, 2) is Outcome.CORRUPT
@@ -101,7 +111,7 @@ async def test_a_truncated_file_is_damage_to_what_it_cuts_and_to_nothing_else(tm
 async def test_a_file_truncated_between_processes_lacks_what_it_lost(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, range(3))
-    os.truncate(tmp_path / "00000001.data", 2 * SEGMENT + 1)
+    os.truncate(tmp_path / "oasiskv-00000001.data", 2 * SEGMENT + 1)
     async with FileStore(LAYOUT, tmp_path) as store:
         assert await store.contains([key(n) for n in range(3)]) == [True, True, False]
         assert await whole(store, 1) == content(1)
@@ -112,7 +122,7 @@ async def test_files_removed_underneath_are_misses_and_storing_goes_on(tmp_path,
     async with FileStore(LAYOUT, tmp_path, 64 * SEGMENT) as store:
         await store_all(store, range(3))
         for suffix in suffixes:
-            (tmp_path / f"00000001.{suffix}").unlink()
+            (tmp_path / f"oasiskv-00000001.{suffix}").unlink()
         if "data" in suffixes:
             assert [await whole(store, n) for n in range(3)] == [Outcome.MISS] * 3
             assert store.used_bytes == 0
@@ -132,18 +142,19 @@ async def test_a_folder_removed_underneath_is_an_error_to_store_in(tmp_path):
             await store_all(store, [4])
 
 
-async def test_a_folder_taken_over_after_removal_is_not_written_to(tmp_path):
+@pytest.mark.parametrize("take_away", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("elsewhere"))])
+async def test_a_folder_taken_over_after_it_was_taken_away_is_not_written_to(tmp_path, take_away):
     folder = tmp_path / "kv"
     async with FileStore(LAYOUT, folder) as store:
         await store_all(store, [0])
-        shutil.rmtree(folder)
+        take_away(folder)
         async with FileStore(LAYOUT, folder) as other:
             await store_all(other, [1])
             for change in (store_all(store, [2]), store.delete([key(0)]), whole(store, 0)):  # the last finds other bytes
-                with pytest.raises(TierUnavailable, match="lock has been removed while the folder was in use"):
+                with pytest.raises(TierUnavailable, match=r"oasiskv\.lock has been removed while the folder was in use"):
                     await change
             assert await whole(other, 1) == content(1)
-            assert (folder / "00000001.data").stat().st_size == SEGMENT
+            assert (folder / "oasiskv-00000001.data").stat().st_size == SEGMENT
 
 
 @pytest.mark.parametrize("after", [0, 1])  # the data, and the index
@@ -155,7 +166,7 @@ async def test_a_full_disk_is_tier_full_and_nothing_half_written_stays(tmp_path,
             with pytest.raises(TierFull, match="No space left"):
                 await store_all(store, [1, 2])
         assert await store.contains([key(n) for n in range(3)]) == [True, False, False]
-        assert (tmp_path / "00000001.data").stat().st_size == SEGMENT
+        assert (tmp_path / "oasiskv-00000001.data").stat().st_size == SEGMENT
         await store_all(store, [1])
         assert await whole(store, 0) == content(0)
         assert await whole(store, 1) == content(1)
@@ -169,7 +180,7 @@ async def test_failing_for_long_leaves_no_files_behind(tmp_path, monkeypatch):
         for number in range(5):
             with pytest.raises(TierFull):
                 await store_all(store, [number])
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["oasiskv.lock"]
 
 
 async def test_a_disk_that_is_really_full_keeps_what_it_has(small_disk):
@@ -252,20 +263,20 @@ async def test_links_and_folders_in_place_of_files_are_not_followed(tmp_path):
         await store_all(store, [0])
     precious = tmp_path / "precious"
     precious.write_bytes(bytes(SEGMENT))
-    data = tmp_path / "kv" / "00000001.data"
+    data = tmp_path / "kv" / "oasiskv-00000001.data"
     data.unlink()
     data.symlink_to(precious)
     async with FileStore(LAYOUT, tmp_path / "kv") as store:
         assert await store.contains([key(0)]) == [False]
     assert precious.read_bytes() == bytes(SEGMENT)
-    (tmp_path / "kv" / "00000007.data").mkdir()
-    (tmp_path / "kv" / "00000007.index").mkdir()
-    with pytest.raises(TierUnavailable, match=r"00000007\.data is no regular file"):
+    (tmp_path / "kv" / "oasiskv-00000007.data").mkdir()
+    (tmp_path / "kv" / "oasiskv-00000007.index").mkdir()
+    with pytest.raises(TierUnavailable, match=r"oasiskv-00000007\.data is no regular file"):
         await FileStore(LAYOUT, tmp_path / "kv").open()
 
 
 async def test_other_files_in_the_folder_are_left_alone(tmp_path):
-    names = ["notes.txt", "1.data", "000000001.index", "00000001.data.bak"]
+    names = ["notes.txt", "00000001.data", "00000002.index", "oasiskv-1.data", "oasiskv-00000001.data.bak"]
     for name in names:
         (tmp_path / name).write_text(name)
     async with FileStore(LAYOUT, tmp_path, 2 * SEGMENT) as store:
@@ -276,15 +287,19 @@ async def test_other_files_in_the_folder_are_left_alone(tmp_path):
 async def test_leftovers_of_a_crash_are_cleared_away(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, range(3))
-    (tmp_path / "00000002.data").write_bytes(b"data without an index" * 1000)
-    (tmp_path / "00000003.index").write_bytes(b"index without data")
-    with (tmp_path / "00000001.data").open("ab") as data, (tmp_path / "00000001.index").open("ab") as index:
+    (tmp_path / "oasiskv-00000002.data").write_bytes(b"data without an index" * 1000)
+    (tmp_path / "oasiskv-00000003.index").write_bytes(b"index without data")
+    with (tmp_path / "oasiskv-00000001.data").open("ab") as data, (tmp_path / "oasiskv-00000001.index").open("ab") as index:
         data.write(bytes(100_000))
         index.write(b"\x01half a record")
     async with FileStore(LAYOUT, tmp_path) as store:
         assert await whole(store, 2) == content(2)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001.data", "00000001.index", "lock"]
-        assert (tmp_path / "00000001.data").stat().st_size == 3 * SEGMENT
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "oasiskv-00000001.data",
+            "oasiskv-00000001.index",
+            "oasiskv.lock",
+        ]
+        assert (tmp_path / "oasiskv-00000001.data").stat().st_size == 3 * SEGMENT
         await store.delete([key(0)])
     async with FileStore(LAYOUT, tmp_path) as store:  # the deletion was not written behind the torn record
         assert await store.contains([key(n) for n in range(3)]) == [False, True, True]
@@ -293,8 +308,8 @@ async def test_leftovers_of_a_crash_are_cleared_away(tmp_path):
 async def test_a_newer_format_is_refused_with_both_versions_named(tmp_path):
     async with FileStore(LAYOUT, tmp_path) as store:
         await store_all(store, [0])
-    change(tmp_path / "00000001.index", 8, (7).to_bytes(4, "little"))
-    with pytest.raises(LayoutMismatch, match=r"00000001\.index.*version 7.*version 1.*use another folder, or delete it"):
+    change(tmp_path / "oasiskv-00000001.index", 8, (7).to_bytes(4, "little"))
+    with pytest.raises(LayoutMismatch, match=r"0001\.index.*version 7.*version 1.*use another folder, or delete it"):
         await FileStore(LAYOUT, tmp_path).open()
 
 
@@ -302,11 +317,11 @@ async def test_a_move_that_was_cut_short_leaves_one_copy(tmp_path):
     async with FileStore(LAYOUT, tmp_path, pack_bytes=SEGMENT) as store:
         await store_all(store, [0])
     for suffix in ("data", "index"):
-        shutil.copy(tmp_path / f"00000001.{suffix}", tmp_path / f"00000002.{suffix}")
+        shutil.copy(tmp_path / f"oasiskv-00000001.{suffix}", tmp_path / f"oasiskv-00000002.{suffix}")
     async with FileStore(LAYOUT, tmp_path) as store:
         assert store.used_bytes == SEGMENT
         assert await whole(store, 0) == content(0)
-        assert [path.name for path in tmp_path.glob("*.data")] == ["00000002.data"]
+        assert [path.name for path in tmp_path.glob("*.data")] == ["oasiskv-00000002.data"]
 
 
 async def test_direct_reads_serve_aligned_and_unaligned_buffers(tmp_path):
@@ -318,5 +333,5 @@ async def test_direct_reads_serve_aligned_and_unaligned_buffers(tmp_path):
         for into in (room[:-1], room[1:]):
             assert await store.load([Read(key(0), 0, into)]) == [Outcome.HIT]
             assert into == data
-        change(tmp_path / "00000001.data", 5, bytes([data[5] ^ 1]))
+        change(tmp_path / "oasiskv-00000001.data", 5, bytes([data[5] ^ 1]))
         assert await store.load([Read(key(0), 0, room[1:])]) == [Outcome.CORRUPT]

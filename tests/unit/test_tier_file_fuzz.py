@@ -53,10 +53,10 @@ def open_and_read(folder):
 def with_files(original, data, index_bytes):
     folder = Path(tempfile.mkdtemp())
     try:
-        shutil.copy(original / "00000001.data", folder)
+        shutil.copy(original / "oasiskv-00000001.data", folder)
         if data is not None:
-            (folder / "00000001.data").write_bytes(data)
-        (folder / "00000001.index").write_bytes(index_bytes)
+            (folder / "oasiskv-00000001.data").write_bytes(data)
+        (folder / "oasiskv-00000001.index").write_bytes(index_bytes)
         return open_and_read(folder)
     finally:
         shutil.rmtree(folder)
@@ -69,7 +69,7 @@ def nothing_wrong(found):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_change_of_an_index_leads_to_a_wrong_byte(original, data):
-    good = bytearray((original / "00000001.index").read_bytes())
+    good = bytearray((original / "oasiskv-00000001.index").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(good)))
         kind = data.draw(st.sampled_from(["overwrite", "cut", "insert", "repeat"]))
@@ -115,9 +115,9 @@ def test_records_that_claim_too_much_are_refused_though_their_checksum_holds(ori
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, COUNT * SEGMENT - 1), st.binary(min_size=1, max_size=3 * SEGMENT), st.integers(0, COUNT * SEGMENT))
 def test_no_change_of_the_data_leads_to_a_wrong_byte(original, start, some, size):
-    data = bytearray((original / "00000001.data").read_bytes())
+    data = bytearray((original / "oasiskv-00000001.data").read_bytes())
     data[start : start + len(some)] = some
-    assert nothing_wrong(with_files(original, bytes(data[:size]), (original / "00000001.index").read_bytes()))
+    assert nothing_wrong(with_files(original, bytes(data[:size]), (original / "oasiskv-00000001.index").read_bytes()))
 
 
 def test_a_record_is_read_only_as_far_as_both_files_go():

@@ -1,10 +1,17 @@
 """The conformance kit of tier stores: subclass `TierStoreTests` and say how your store is made."""
 
-from .arguments import ArgumentTests
-from .contents import ContentTests
-from .interruptions import InterruptionTests
-from .lifetime import LifetimeTests
-from .limits import LimitTests
+import pytest
+
+_PARTS = ("arguments", "contents", "interruptions", "lifetime", "limits", "suite")
+
+# Without it, a test of an installed package fails without saying what it compared. It must come before what it is for.
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
+
+from .arguments import ArgumentTests  # noqa: E402 - see above
+from .contents import ContentTests  # noqa: E402 - see above
+from .interruptions import InterruptionTests  # noqa: E402 - see above
+from .lifetime import LifetimeTests  # noqa: E402 - see above
+from .limits import LimitTests  # noqa: E402 - see above
 
 
 class TierStoreTests(ContentTests, ArgumentTests, LimitTests, InterruptionTests, LifetimeTests):

@@ -1,0 +1,193 @@
+"""Whatever call of the store fails, and however: a sound manager, the right KV or a typed error, and nothing left behind."""
+
+import os
+import resource
+import threading
+import time
+
+import pytest
+import torch
+
+from oasiskv import KVManager, segment_writer, tiered_arena
+from oasiskv.errors import CapacityError, TierError, TierUnavailable
+from oasiskv.testing.faults import Fault, FaultKind, FaultPlan
+from oasiskv.testing.faulty import FaultyStore
+from oasiskv.tiers import SegmentLayout, breaker, lane_jobs
+from oasiskv.tiers.file import FileStore
+from oasiskv.tiers.memory import MemoryStore
+
+from .driver import PAGE_BYTES, SHAPE, Driver, Part, tiny
+
+CONFIG = tiny(arena_bytes=24 * PAGE_BYTES, segment_blocks=4, correction_blocks=1, workers=1)
+LAYOUT = SegmentLayout.of(SHAPE, CONFIG)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(tiered_arena, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(segment_writer, "_PATIENCE_S", 0.02)
+    for module in (breaker, lane_jobs):
+        for name in ("FIRST_BACK_OFF_S", "LAST_BACK_OFF_S", "_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
+            monkeypatch.setattr(module, name, 0.01, raising=False)
+
+
+def attempt(action):
+    """Run it. An error must be one that says what the store did."""
+    try:
+        action()
+    except (TierError, CapacityError):
+        return
+
+
+def scenario(plan, to_the_end=False):
+    """Prompts, decoding, a fork, a crop and an end, while the store does as planned. Returns the plan.
+
+    Before the last check nothing fails any more, unless `to_the_end`.
+    """
+    before = set(threading.enumerate())
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=FaultyStore(MemoryStore(LAYOUT), plan)))
+    manager = driver.manager
+
+    def step(part):
+        def run():
+            part.rows = driver.draw(part.tokens)
+            try:
+                outputs = driver.run(part)
+            finally:
+                if manager.open_step:
+                    manager.open_step.abort()
+            assert all(output.isfinite().all() for output in outputs)
+
+        attempt(run)
+        attempt(driver.check)
+
+    sequence = driver.create()
+    for _ in range(3):
+        step(Part(sequence, 4 * 12))
+        manager.flush()
+    for _ in range(3):
+        step(Part(sequence, 1))
+    step(Part(sequence, 4, 3, 2))
+    attempt(lambda: driver.fork(sequence))
+    for one in manager.sequences:
+        step(Part(one, 1))
+    attempt(lambda: driver.crop(sequence, sequence.length - 30))
+    driver.texts[sequence] = tuple(tensor[:, : sequence.length] for tensor in driver.texts[sequence])
+    step(Part(sequence, 1))
+
+    if not to_the_end:
+        plan.clear()
+    until = time.monotonic() + 10
+    while True:
+        try:
+            driver.check()  # nothing was lost: the store has all of it now
+            break
+        except TierUnavailable:  # it is taken for dead until it answers a probe
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    for one in manager.sequences:
+        driver.free(one)
+    arena = manager.rooms.arena
+    assert arena.used_pages == 0
+    manager.close()
+    until = time.monotonic() + 5
+    while not set(threading.enumerate()) <= before:  # idle threads of anyio end a moment after their loop
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return plan
+
+
+def test_the_scenario_reaches_the_store():
+    calls = scenario(FaultPlan()).calls
+    for operation, last in LAST.items():
+        assert calls[operation] >= last
+
+
+LAST = {"store": 8, "load": 24, "delete": 6}
+CASES = [
+    (kind, operation)
+    for kind, operations in {
+        FaultKind.UNAVAILABLE: ("store", "load", "delete"),
+        FaultKind.FULL: ("store",),
+        FaultKind.SHORT: ("load",),
+        FaultKind.FLIP: ("load",),
+        FaultKind.LATE: ("load",),
+        FaultKind.HANG: ("load",),
+    }.items()
+    for operation in operations
+]
+
+
+@pytest.mark.parametrize("onwards", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(("kind", "operation"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_the_nth_call_fails(kind, operation, onwards):
+    for call in range(1, LAST[operation] + 1):
+        plan = scenario(FaultPlan(Fault(kind, operation, call, onwards, delay_s=0.2)), to_the_end=operation == "delete")
+        assert plan.struck
+
+
+def test_a_late_write_lands_in_no_slot_that_is_free_or_holds_a_block():
+    plan = FaultPlan()
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=FaultyStore(MemoryStore(LAYOUT), plan)))
+    sequence = driver.create(4 * 48, chunk=40)
+    driver.manager.flush()
+    driver.decode(sequence)
+    arena = driver.manager.rooms.arena
+    plan.add(Fault(FaultKind.LATE, "load", onwards=True, delay_s=0.4))
+    pages = torch.tensor(sequence.pages[2:9]).expand(1, SHAPE.kv_heads, -1)
+    for _ in range(2):
+        arena.begin_step()
+    assert (arena.locate(0, pages) < 0).any()
+    assert driver.manager.stats().quarantined_blocks > 0
+    assert (arena._state == tiered_arena.SlotState.QUARANTINE).any()
+    free = [slot for slots in (arena._free_slots[0],) for slot in slots]
+    held = arena.layers[0][free].clone()
+    plan.clear()
+    time.sleep(0.6)
+    assert torch.equal(arena.layers[0][free], held)
+    for _ in range(40):
+        arena.begin_step()
+        arena.locate(0, torch.tensor(sequence.pages[10:18]).expand(1, SHAPE.kv_heads, -1))
+        arena.locate(0, torch.tensor(sequence.pages[20:28]).expand(1, SHAPE.kv_heads, -1))
+    assert not (arena._state[0] == tiered_arena.SlotState.QUARANTINE).any()
+    driver.check()
+    driver.manager.close()
+
+
+def test_ten_thousand_fetches_and_evictions_leave_memory_threads_and_files_as_they_were(tmp_path):
+    config = tiny(arena_bytes=24 * PAGE_BYTES, segment_blocks=4)
+    driver = Driver(KVManager(SHAPE, config, tier=FileStore(LAYOUT, tmp_path)))
+    sequence = driver.create(4 * 48, chunk=40)
+    driver.manager.flush()
+    arena = driver.manager.rooms.arena
+    parts = torch.tensor(sequence.pages).view(-1, 1, 4).expand(-1, SHAPE.kv_heads, -1)
+
+    def cycles(count):
+        for number in range(count):
+            arena.begin_step()
+            assert (arena.locate(number % 2, parts[number // 2 % len(parts)][None]) >= 0).all()
+
+    cycles(2000)
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cycles(10_000)
+    assert driver.manager.stats().fetched_blocks > 50_000
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() == threads
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < resident + (8 << 10)
+    driver.check()
+    driver.manager.close()
+
+
+def test_closing_while_a_read_hangs_is_bounded(monkeypatch):
+    monkeypatch.setattr(tiered_arena, "_READ_TIMEOUT_S", 30.0)
+    plan = FaultPlan()
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=FaultyStore(MemoryStore(LAYOUT), plan)))
+    sequence = driver.create(4 * 48, chunk=40)
+    driver.manager.flush()
+    plan.add(Fault(FaultKind.HANG, "store", onwards=True))
+    for _ in range(20):
+        driver.decode(sequence)
+    begin = time.monotonic()
+    driver.manager.close()
+    assert time.monotonic() - begin < 15
