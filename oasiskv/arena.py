@@ -7,6 +7,8 @@ holds.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +16,9 @@ from . import ops
 from .errors import ArenaExhausted, ConfigError
 from .host_memory import HostMemory, physical_bytes
 from .types import EMPTY, ModelShape
+
+if TYPE_CHECKING:
+    from .tiers.metered import MeteredStore
 
 
 class Arena:
@@ -24,6 +29,12 @@ class Arena:
 
     tiered = False
     """Whether blocks may be elsewhere, so that `locate` may have to bring them in."""
+
+    exact = True
+    """Whether they come back bit for bit."""
+
+    meters: Sequence[MeteredStore] = ()
+    """Counts of the tier stores below."""
 
     def __init__(self, shape: ModelShape, block_size: int, limit_bytes: int | None) -> None:
         self.shape = shape

@@ -122,5 +122,7 @@ def _check_residents(manager: KVManager, sequence: Sequence) -> None:
         numbers = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
         rooms.arena.copy_to(layer, source[None], wanted, torch.where(slots >= 0, numbers, EMPTY)[None])
         listed = (slots >= 0).flatten()
+        if not rooms.arena.exact:  # the pool may have what the arena had before it was compressed
+            continue
         same = rooms.pool.slots[slots.flatten()[listed]] == wanted[listed]
         _require(bool(same.all()), f"sequence in row {sequence.row}: a resident block of layer {layer} differs from the arena")

@@ -89,7 +89,7 @@ class KVManager:
             shape=shape,
             config=config,
             pool=Pool(shape, config.block_size, config.pool_bytes, config.poison_freed),
-            arena=make_arena(shape, config, tier),
+            arena=make_arena(shape, config, tier, trace),
             sets=WorkingSets(shape, config, predictor.prompt_rows),
             summary=summary,
             predictor=predictor,

@@ -104,12 +104,12 @@ class Collector(BaseCollector):
                 raise InputError(f"name is {name!r}, which another open manager is registered by; choose another name")
             self._managers[name] = manager
 
-    def add_store(self, store: MeteredStore) -> None:
-        """Read it from now on. Raises `InputError` if another tier has its name."""
+    def add_store(self, store: MeteredStore, name: str) -> None:
+        """Read it from now on. Raises `InputError` if another tier has this name."""
         with self._lock:
-            if self._stores.get(store.name, store) is not store:
-                raise InputError(f"another tier named {store.name!r} is registered; name each MeteredStore differently")
-            self._stores[store.name] = store
+            if self._stores.get(name, store) is not store:
+                raise InputError(f"another tier named {name!r} is registered; name each MeteredStore differently")
+            self._stores[name] = store
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering reads no manager."""
@@ -186,7 +186,8 @@ def register(source: KVManager | MeteredStore, name: str = "default", registry: 
 
     Args:
         source: read whenever the registry is.
-        name: of a manager, its label `manager`. A tier has its own name.
+        name: of a manager, its label `manager`; it also goes before the names of its tiers, unless it is "default". A tier that
+            is given alone has its own name.
         registry: the default one of prometheus-client.
 
     Raises:
@@ -199,8 +200,10 @@ def register(source: KVManager | MeteredStore, name: str = "default", registry: 
             registry.register(collector)
     if isinstance(source, KVManager):
         collector.add_manager(source, name)
+        for meter in source.rooms.arena.meters:
+            collector.add_store(meter, meter.name if name == "default" else f"{name}:{meter.name}")
     else:
-        collector.add_store(source)
+        collector.add_store(source, source.name)
 
 
 class Server:

@@ -14,6 +14,7 @@ import xxhash
 
 from .errors import OasisError, TierFull
 from .host_memory import bytes_of
+from .tiers.abc import TierStore
 from .tiers.lane import TierLane
 from .tiers.segments import SegmentKey, SegmentLayout
 
@@ -28,13 +29,14 @@ class Segment:
     """A run of blocks of one sequence, in all layers; `pages[i]` is its `i`-th block.
 
     Attributes:
-        checksums: xxh3 of every slot, `(num_layers, kv_heads, num_blocks)`; known once it is stored.
+        checksums: xxh3 of every slot, `(num_layers, variants, kv_heads, num_blocks)`, known once it is stored: of what the
+            store may give for it, which is one thing if it loses no precision.
         live: how many of its pages some sequence still holds.
     """
 
     def __init__(self, space: str, pages: list[int], layout: SegmentLayout, num_layers: int) -> None:
         self.pages = pages
-        self.checksums = np.zeros((num_layers, layout.kv_heads, layout.num_blocks), np.uint64)
+        self.checksums = np.zeros((num_layers, 0, layout.kv_heads, layout.num_blocks), np.uint64)
         self.live = len(pages)
         self.ready: torch.cuda.Event | None = None
         self._digest = secrets.token_bytes(16)
@@ -60,7 +62,8 @@ class SegmentWriter:
     Args:
         read: `(layer, pages)` to the blocks of all heads, `(n, kv_heads, 2, block_size, head_dim)` in host memory.
         done: called from the thread when a segment is stored.
-        limit_bytes: what the store may hold, asked each time; a store would make room for more by forgetting what is wanted.
+        store: what is stored comes back as one of its `variants`; it is given no more than its `capacity_bytes`, since it would
+            make room by forgetting what is wanted.
     """
 
     def __init__(
@@ -70,12 +73,12 @@ class SegmentWriter:
         num_layers: int,
         read: Callable[[int, list[int]], torch.Tensor],
         done: Callable[[Segment], None],
-        limit_bytes: Callable[[], int | None],
+        store: TierStore,
     ) -> None:
         self._lane = lane
         self._layout = layout
         self._num_layers = num_layers
-        self._read, self._done, self._limit_bytes = read, done, limit_bytes
+        self._read, self._done, self._store = read, done, store
         self._queue: deque[Segment] = deque()
         self._change = threading.Condition()
         self._stored_bytes = 0
@@ -145,7 +148,7 @@ class SegmentWriter:
         while (segment := self._next()) is not None:
             try:
                 if segment.live:
-                    self._store(segment)
+                    self._save(segment)
             except OasisError as error:
                 with self._change:
                     self._error = error
@@ -163,19 +166,23 @@ class SegmentWriter:
             self._change.wait_for(lambda: self._closed or self._queue)
             return None if self._closed else self._queue[0]
 
-    def _store(self, segment: Segment) -> None:
+    def _save(self, segment: Segment) -> None:
         if segment.ready is not None:
             segment.ready.synchronize()
-        limit = self._limit_bytes()
+        limit = self._store.capacity_bytes
         if limit is not None and self._stored_bytes + self.segment_bytes > limit:
             raise TierFull(
                 f"the sequences hold {self._stored_bytes} bytes in the tier store and need {self.segment_bytes} more, above "
                 f"its limit of {limit}: it would forget blocks that are still wanted; raise the limit, or free sequences"
             )
+        sums: list[np.ndarray] = []
         together = max(1, _BATCH_BYTES // self._layout.segment_bytes)
         for first in range(0, self._num_layers, together):
             layers = range(first, min(first + together, self._num_layers))
-            self._put([(segment.key(layer), self._bytes(segment, layer)) for layer in layers])
+            objects = [self._bytes(segment, layer) for layer in layers]
+            sums += [self._checksums(segment, data) for data in objects]
+            self._put([(segment.key(layer), data) for layer, data in zip(layers, objects, strict=True)])
+        segment.checksums = np.stack(sums)
         with self._change:
             self._stored_bytes += self.segment_bytes
         self._done(segment)
@@ -188,10 +195,11 @@ class SegmentWriter:
             raise error
 
     def _bytes(self, segment: Segment, layer: int) -> memoryview:
-        """The segment's object of a layer; its checksums are written down on the way."""
-        blocks = self._read(layer, segment.pages).transpose(0, 1).contiguous()
-        data = bytes_of(blocks)
+        return bytes_of(self._read(layer, segment.pages).transpose(0, 1).contiguous())
+
+    def _checksums(self, segment: Segment, data: memoryview) -> np.ndarray:
+        """Of the slots of one layer, `(variants, kv_heads, num_blocks)`."""
         size = self._layout.slot_bytes
-        sums = [checksum(data[start : start + size]) for start in range(0, len(data), size)]
-        segment.checksums[layer] = np.array(sums, np.uint64).reshape(segment.checksums.shape[1:])
-        return data
+        variants = self._store.variants(data)
+        sums = [[checksum(one[start : start + size]) for start in range(0, len(one), size)] for one in variants]
+        return np.array(sums, np.uint64).reshape(len(variants), *segment.checksums.shape[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -18,8 +19,10 @@ from .host_memory import bytes_of, physical_bytes
 from .segment_writer import Segment, SegmentWriter, checksum
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
+from .tiers.metered import MeteredStore
 from .tiers.opening import store_at
 from .tiers.segments import Outcome, Read, SegmentLayout
+from .trace import Trace
 from .types import EMPTY, ModelShape
 
 _PROTECTED_STEPS = 2
@@ -69,8 +72,12 @@ class TieredArena(Arena):
 
     tiered = True
 
-    def __init__(self, shape: ModelShape, layout: SegmentLayout, limit_bytes: int, store: TierStore) -> None:
+    def __init__(
+        self, shape: ModelShape, layout: SegmentLayout, limit_bytes: int, store: TierStore, meters: Sequence[MeteredStore] = ()
+    ) -> None:
         super().__init__(shape, layout.block_size, limit_bytes)
+        self.exact = not store.traits.lossy
+        self.meters = meters
         self.layout = layout
         self.counters = TierCounters()
         self._store = store
@@ -92,9 +99,7 @@ class TieredArena(Arena):
         self._clock = _PROTECTED_STEPS
         self._touched = 0
         self._lock = threading.RLock()
-        self._writer = SegmentWriter(
-            lane, layout, shape.num_layers, self._sealed_blocks, self._stored, lambda: self._store.limit_bytes
-        )
+        self._writer = SegmentWriter(lane, layout, shape.num_layers, self._sealed_blocks, self._stored, store)
 
     # Pages
 
@@ -318,7 +323,7 @@ class TieredArena(Arena):
         """Read slots from the store. Only what its checksum confirms is good; damage is read once more. Raises
         `TierUnavailable`."""
         reads: list[Read] = []
-        sums: list[int] = []
+        sums: list[list[int]] = []
         good = [False] * len(views)
         known: list[int] = []
         with self._lock:
@@ -329,11 +334,11 @@ class TieredArena(Arena):
                     continue
                 known.append(number)
                 reads.append(Read(segment.key(layer), self.layout.offset(head, block), view))
-                sums.append(int(segment.checksums[layer, head, block]))
+                sums.append(segment.checksums[layer, :, head, block].tolist())
         for _ in range(2):
             again = []
             for place, outcome in enumerate(self._lane.load(reads, _READ_TIMEOUT_S)):
-                good[known[place]] = outcome is Outcome.HIT and checksum(reads[place].into) == sums[place]
+                good[known[place]] = outcome is Outcome.HIT and checksum(reads[place].into) in sums[place]
                 if outcome is Outcome.MISS:
                     self.counters.missed += 1
                 elif not good[known[place]]:
@@ -462,14 +467,21 @@ class TieredArena(Arena):
         super().close()
 
 
-def make_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None = None) -> Arena:
+def make_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None = None, trace: Trace | None = None) -> Arena:
     """The arena that a configuration asks for, above `tier` or the stores that `config.tier` names. Raises `ConfigError`,
     `PluginError`, `LayoutMismatch`, `TierUnavailable`."""
     if tier is None and not config.tiers:
         return Arena(shape, config.block_size, config.arena_bytes)
     layout = SegmentLayout.of(shape, config)
-    store = tier if tier is not None else store_at(config.tiers, layout)
+    meters: list[MeteredStore] = []
+
+    def metered(store: TierStore, name: str) -> TierStore:
+        taken = sum(meter.name.split("-")[0] == name for meter in meters)
+        meters.append(MeteredStore(store, f"{name}-{taken + 1}" if taken else name, trace))
+        return meters[-1]
+
+    store = tier if tier is not None else store_at(config.tiers, layout, wrap=metered)
     if store.layout != layout:
         raise ConfigError(f"tier was made for {store.layout}, but this model and configuration need {layout}")
     limit = config.arena_bytes if config.arena_bytes is not None else physical_bytes() // 2
-    return TieredArena(shape, layout, limit, store)
+    return TieredArena(shape, layout, limit, store, meters)

@@ -10,9 +10,9 @@ import anyio.to_thread
 from ..errors import StateError, TierFull, TierUnavailable
 from ..tiers import Outcome, Read, SegmentKey, TierStore
 from ..tiers.checks import check_objects, check_reads
+from ..tiers.wrapping import WrappedStore
 from .faults import Fault, FaultKind, FaultPlan
 from .late_writes import LateWrites
-from .wrapping import WrappedStore
 
 
 class FaultyStore(WrappedStore):

@@ -8,7 +8,7 @@ import anyio
 
 from ..errors import ConfigError
 from ..tiers import Outcome, Read, SegmentKey, TierStore
-from .wrapping import WrappedStore
+from ..tiers.wrapping import WrappedStore
 
 
 class LatencyStore(WrappedStore):

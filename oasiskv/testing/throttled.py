@@ -10,7 +10,7 @@ import anyio
 from ..errors import ConfigError
 from ..tiers import Outcome, Read, SegmentKey, TierStore
 from ..tiers.checks import check_objects, check_reads
-from .wrapping import WrappedStore
+from ..tiers.wrapping import WrappedStore
 
 
 class Link:

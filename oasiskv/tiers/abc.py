@@ -118,6 +118,16 @@ class TierStore(_Resource):
         """What they may take; `None` without a limit."""
         return None
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes of segments, as callers count them, that it holds without forgetting one; `None` without a limit."""
+        return self.limit_bytes
+
+    def variants(self, data: memoryview) -> list[memoryview]:
+        """What a `HIT` may give for slots that were stored as `data`: the same, but for stores that lose precision. Callers
+        compare what they read with all of these. Slow for such stores, and may be called from any thread."""
+        return [data]
+
 
 @dataclass(frozen=True)
 class Lease:

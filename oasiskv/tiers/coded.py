@@ -50,7 +50,7 @@ class CodedStore(TierStore):
 
     @property
     def traits(self) -> TierTraits:
-        return replace(self._inner.traits, alignment_bytes=1)  # the caller's buffers go no further
+        return replace(self._inner.traits, alignment_bytes=1, lossy=True)  # the caller's buffers go no further
 
     @property
     def used_bytes(self) -> int:
@@ -59,6 +59,19 @@ class CodedStore(TierStore):
     @property
     def limit_bytes(self) -> int | None:
         return self._inner.limit_bytes
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        inner = self._inner.capacity_bytes
+        return None if inner is None else inner // self._inner.layout.slot_bytes * self.layout.slot_bytes
+
+    def variants(self, data: memoryview) -> list[memoryview]:
+        found = []
+        for coded in self._inner.variants(memoryview(self._codec.encode(data, self.layout))):
+            into = memoryview(bytearray(data.nbytes))
+            self._codec.decode(coded, into, self.layout)
+            found.append(into)
+        return found
 
     @property
     def plain_bytes(self) -> int:

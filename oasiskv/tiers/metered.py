@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
-from ..errors import ConfigError, TierUnavailable
+from ..errors import TierUnavailable
 from ..log import event
 from ..meters import POWERS_OF_TWO, SECONDS, Distribution, Histogram, Tally
 from ..trace import Trace, now
 from .abc import TierStore
-from .location import Location
-from .segments import Outcome, Read, SegmentKey, SegmentLayout, TierTraits
+from .segments import Outcome, Read, SegmentKey
+from .wrapping import WrappedStore
 
 Call = Literal["store", "load", "contains", "delete"]
 CALLS: tuple[Call, ...] = ("store", "load", "contains", "delete")
@@ -59,7 +59,7 @@ class _Meter:
         return CallStats(**totals, errors=self.errors.read(), seconds=self.seconds.read(), batch=self.batch.read())
 
 
-class MeteredStore(TierStore):
+class MeteredStore(WrappedStore):
     """A store that behaves as `inner` does, and counts. It opens and closes `inner`.
 
     Args:
@@ -69,41 +69,15 @@ class MeteredStore(TierStore):
     """
 
     def __init__(self, inner: TierStore, name: str, trace: Trace | None = None) -> None:
-        super().__init__(inner.layout)
-        self.inner = inner
+        super().__init__(inner)
         self.name = name
         self._trace = trace
         self._meters = {call: _Meter() for call in CALLS}
         self._down = False
 
-    @classmethod
-    def at(cls, location: Location, layout: SegmentLayout) -> Self:
-        """Raises `ConfigError`: a wrapper has no location."""
-        raise ConfigError(
-            f"tier {location.text!r} names a MeteredStore, which wraps a store; pass it one: MeteredStore(store, name)"
-        )
-
-    @property
-    def traits(self) -> TierTraits:
-        return self.inner.traits
-
-    @property
-    def used_bytes(self) -> int:
-        return self.inner.used_bytes
-
-    @property
-    def limit_bytes(self) -> int | None:
-        return self.inner.limit_bytes
-
     def stats(self, call: Call) -> CallStats:
         """What was counted for one kind of call. May be called from any thread."""
         return self._meters[call].read()
-
-    async def open(self) -> None:
-        await self.inner.open()
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
 
     async def store(self, objects: Sequence[tuple[SegmentKey, memoryview]]) -> None:
         with self._timed("store", len(objects)) as done:
@@ -113,12 +87,15 @@ class MeteredStore(TierStore):
     async def load(self, reads: Sequence[Read]) -> list[Outcome]:
         with self._timed("load", len(reads)) as done:
             outcomes = await self.inner.load(reads)
-            hits = [read.into.nbytes for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.HIT]
-            corrupt = outcomes.count(Outcome.CORRUPT)
-            done.update(bytes=sum(hits), hits=len(hits), misses=outcomes.count(Outcome.MISS), corrupt=corrupt)
+            self._note(reads, outcomes, done)
+        return outcomes
+
+    def _note(self, reads: Sequence[Read], outcomes: list[Outcome], done: dict[str, int]) -> None:
+        hits = [read.into.nbytes for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.HIT]
+        corrupt = outcomes.count(Outcome.CORRUPT)
+        done.update(bytes=sum(hits), hits=len(hits), misses=outcomes.count(Outcome.MISS), corrupt=corrupt)
         if corrupt:
             event(logging.WARNING, "tier-corrupt", tier=self.name, reads=corrupt)
-        return outcomes
 
     async def contains(self, keys: Sequence[SegmentKey]) -> list[bool]:
         with self._timed("contains", len(keys)) as done:
@@ -130,11 +107,19 @@ class MeteredStore(TierStore):
         with self._timed("delete", len(keys)):
             await self.inner.delete(keys)
 
-    def register_buffer(self, region: memoryview) -> None:
-        self.inner.register_buffer(region)
+    @property
+    def load_blocking(self) -> Callable[[Sequence[Read]], list[Outcome]] | None:
+        inner = self.inner.load_blocking
+        if inner is None:
+            return None
 
-    def unsettled(self, buffer: memoryview) -> bool:
-        return self.inner.unsettled(buffer)
+        def load(reads: Sequence[Read]) -> list[Outcome]:
+            with self._timed("load", len(reads)) as done:
+                outcomes = inner(reads)
+                self._note(reads, outcomes, done)
+            return outcomes
+
+        return load
 
     @contextmanager
     def _timed(self, call: Call, entries: int) -> Iterator[dict[str, int]]:

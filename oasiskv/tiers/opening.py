@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from .. import registry
@@ -16,12 +16,18 @@ from .tiered import TieredStore
 
 
 def store_at(
-    locations: str | Sequence[str], layout: SegmentLayout, *, promote: bool = True, queue_bytes: int = 256 << 20
+    locations: str | Sequence[str],
+    layout: SegmentLayout,
+    *,
+    promote: bool = True,
+    queue_bytes: int = 256 << 20,
+    wrap: Callable[[TierStore, str], TierStore] = lambda store, _: store,
 ) -> TierStore:
     """One tier store, not open yet, for a location or for several of them, from fast to slow.
 
     Any location takes the option `codec`: `file:/var/cache/kv?limit=20GiB&codec=int8` keeps coded slots (`fp8`, `int8`,
-    `int4`). `promote` and `queue_bytes` are those of `TieredStore`, and used where there are several.
+    `int4`). `promote` and `queue_bytes` are those of `TieredStore`, and used where there are several. `wrap` is given each of
+    the stores, and its name, and what it returns takes the place of the store.
 
     Raises:
         ConfigError: a location that is none, or has options that its store or no codec knows.
@@ -31,7 +37,8 @@ def store_at(
         locations = [locations]
     if not locations:
         raise ConfigError("there are no tiers; give at least one location, such as file:/var/cache/kv?limit=20GiB")
-    stores = [_one(Location.parse(text), layout) for text in locations]
+    parsed = [Location.parse(text) for text in locations]
+    stores = [wrap(_one(location, layout), location.name) for location in parsed]
     return stores[0] if len(stores) == 1 else TieredStore(stores, promote=promote, queue_bytes=queue_bytes)
 
 

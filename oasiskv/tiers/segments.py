@@ -136,9 +136,11 @@ class TierTraits:
         shared: other processes see what is stored.
         max_batch: most objects or reads in one call; `None` if it takes any number.
         alignment_bytes: buffers that begin at a multiple of this spare the store a copy.
+        lossy: what is read may be less precise than what was stored; see `TierStore.variants`.
     """
 
     persistent: bool = False
     shared: bool = False
     max_batch: int | None = None
     alignment_bytes: int = 1
+    lossy: bool = False

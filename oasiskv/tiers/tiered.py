@@ -70,7 +70,8 @@ class TieredStore(TierStore):
     @property
     def traits(self) -> TierTraits:
         last = self._tiers[-1].traits
-        return TierTraits(last.persistent, last.shared, None, max(tier.traits.alignment_bytes for tier in self._tiers))
+        alignment = max(tier.traits.alignment_bytes for tier in self._tiers)
+        return TierTraits(last.persistent, last.shared, None, alignment, any(tier.traits.lossy for tier in self._tiers))
 
     @property
     def used_bytes(self) -> int:
@@ -81,6 +82,17 @@ class TieredStore(TierStore):
     def limit_bytes(self) -> int | None:
         limits = [tier.limit_bytes for tier in self._tiers]
         return None if None in limits else sum(limit for limit in limits if limit is not None)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self._tiers[-1].capacity_bytes  # which gets everything
+
+    def variants(self, data: memoryview) -> list[memoryview]:
+        found = [data]
+        for tier in reversed(self._tiers):  # what is promoted goes through the tiers above again
+            for given in list(found):
+                found += [new for new in tier.variants(given) if new not in found]
+        return found
 
     @property
     def dropped(self) -> int:

@@ -13,9 +13,9 @@ from oasiskv.testing.faulty import FaultyStore
 from oasiskv.testing.late_writes import LateWrites
 from oasiskv.testing.latency import LatencyStore
 from oasiskv.testing.tier_kit import TierStoreTests
-from oasiskv.testing.wrapping import WrappedStore
 from oasiskv.tiers import Outcome, TierTraits
 from oasiskv.tiers.memory import MemoryStore
+from oasiskv.tiers.wrapping import WrappedStore
 
 pytestmark = pytest.mark.anyio
 

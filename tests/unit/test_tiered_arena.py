@@ -6,6 +6,8 @@ import torch
 from oasiskv import KVManager, OasisConfig, Phase
 from oasiskv.errors import ArenaExhausted, ConfigError, SegmentLost, TierUnavailable
 from oasiskv.tiers import Outcome, SegmentLayout
+from oasiskv.tiers.codecs import CODECS
+from oasiskv.tiers.coded import CodedStore
 from oasiskv.tiers.memory import MemoryStore
 
 from .driver import PAGE_BYTES, SHAPE, Driver, Part, tiny
@@ -250,6 +252,49 @@ def test_a_store_of_another_layout_is_refused():
 def test_a_tier_that_is_no_location_is_refused(value):
     with pytest.raises(ConfigError, match="tier is"):
         OasisConfig(tier=value)
+
+
+@pytest.mark.parametrize(
+    "tier", ["memory:?codec=int8", "memory:?codec=int4", ["memory:?limit=4KiB", "memory:?codec=fp8"], "memory:?codec=fp8"]
+)
+def test_a_store_that_compresses_is_checked_all_the_same(tier):
+    driver = Driver(KVManager(SHAPE, tiny(**CONFIG, tier=tier)))
+    sequence = long_sequence(driver)
+    for _ in range(12):
+        assert driver.decode(sequence).isfinite().all()
+    stats = driver.manager.stats()
+    assert stats.fetched_blocks > 0
+    assert stats.lost_blocks == stats.corrupt_blocks == 0
+    driver.manager.check_integrity()
+    keys, _ = driver.manager.full_kv(sequence, 0)
+    error = (keys - driver.texts[sequence][0][0].transpose(0, 1)).abs()
+    assert 0 < error.max() < 0.7
+    assert error.mean() < 0.06
+    driver.manager.close()
+
+
+def test_damage_in_a_store_that_compresses_is_found():
+    config = tiny(**CONFIG)
+    codec = CODECS["int8"]
+    inner = Watched(codec.coded(layout(config)), None)
+    driver = Driver(KVManager(SHAPE, config, tier=CodedStore(inner, layout(config), codec)))
+    sequence = long_sequence(driver)
+    driver.decode(sequence)
+    inner.damage = flip
+    with pytest.raises(SegmentLost):
+        driver.manager.full_kv(sequence, 0)
+    assert driver.manager.stats().corrupt_blocks > 0
+    driver.manager.close()
+
+
+def test_every_tier_of_a_manager_is_counted():
+    driver = Driver(KVManager(SHAPE, tiny(**CONFIG, tier=["memory:?limit=16KiB", "memory:"])))
+    long_sequence(driver)
+    driver.manager.rooms.arena.drain()
+    meters = driver.manager.rooms.arena.meters
+    assert [meter.name for meter in meters] == ["memory", "memory-2"]
+    assert all(meter.stats("store").bytes > 0 for meter in meters)
+    driver.manager.close()
 
 
 def test_locations_come_from_the_configuration():

@@ -1,4 +1,4 @@
-"""A tier store around another one, which does everything: the base of fakes that change one thing."""
+"""A tier store around another one, which does everything: the base of stores that change one thing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Self
 
 from ..errors import ConfigError
-from ..tiers import Location, Outcome, Read, SegmentKey, SegmentLayout, TierStore, TierTraits
+from .abc import TierStore
+from .location import Location
+from .segments import Outcome, Read, SegmentKey, SegmentLayout, TierTraits
 
 
 class WrappedStore(TierStore):
@@ -35,6 +37,15 @@ class WrappedStore(TierStore):
     def limit_bytes(self) -> int | None:
         """Of the inner store."""
         return self.inner.limit_bytes
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Of the inner store."""
+        return self.inner.capacity_bytes
+
+    def variants(self, data: memoryview) -> list[memoryview]:
+        """Of the inner store."""
+        return self.inner.variants(data)
 
     async def open(self) -> None:
         """Open the inner store."""
