@@ -7,12 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from . import layout, ops, registry, room
 from .abc import KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
+from .arena import Arena
 from .config import OasisConfig
 from .errors import InputError, IntegrityError, OasisError, StateError
 from .integrity import check_integrity
@@ -25,12 +26,13 @@ from .sequence import Phase, Sequence
 from .settling import become_dense, lay_out_again, refit_outgrown
 from .step import Step
 from .streams import StreamScheduler
-from .tiered_arena import make_arena
-from .tiers.abc import TierStore
 from .trace import Trace
 from .traced import TracedScheduler, TracedStep
 from .types import ModelShape
 from .working_set import WorkingSets, window_start
+
+if TYPE_CHECKING:
+    from .tiers.abc import TierStore
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -47,6 +49,14 @@ def default_scheduler(device: torch.device, workers: int) -> TransferScheduler:
     if not workers:
         return InlineScheduler()
     return StreamScheduler(device) if device.type == "cuda" else ThreadScheduler(workers)
+
+
+def _arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None, trace: Trace | None) -> Arena:
+    if tier is None and not config.tiers:
+        return Arena(shape, config.block_size, config.arena_bytes)
+    from .tiered_arena import tiered_arena  # with it comes anyio, which nobody else needs
+
+    return tiered_arena(shape, config, tier, trace)
 
 
 class KVManager:
@@ -89,7 +99,7 @@ class KVManager:
             shape=shape,
             config=config,
             pool=Pool(shape, config.block_size, config.pool_bytes, config.poison_freed),
-            arena=make_arena(shape, config, tier, trace),
+            arena=_arena(shape, config, tier, trace),
             sets=WorkingSets(shape, config, predictor.prompt_rows),
             summary=summary,
             predictor=predictor,

@@ -467,11 +467,9 @@ class TieredArena(Arena):
         super().close()
 
 
-def make_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None = None, trace: Trace | None = None) -> Arena:
-    """The arena that a configuration asks for, above `tier` or the stores that `config.tier` names. Raises `ConfigError`,
-    `PluginError`, `LayoutMismatch`, `TierUnavailable`."""
-    if tier is None and not config.tiers:
-        return Arena(shape, config.block_size, config.arena_bytes)
+def tiered_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None, trace: Trace | None = None) -> TieredArena:
+    """The arena above `tier`, or above the stores that `config.tier` names. Raises `ConfigError`, `PluginError`,
+    `LayoutMismatch`, `TierUnavailable`."""
     layout = SegmentLayout.of(shape, config)
     meters: list[MeteredStore] = []
 
