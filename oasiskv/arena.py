@@ -14,7 +14,7 @@ import torch
 
 from . import ops
 from .errors import ArenaExhausted, ConfigError
-from .host_memory import HostMemory, physical_bytes
+from .host_memory import HostMemory, physical_bytes, returned_memory
 from .types import EMPTY, ModelShape
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class Arena:
     def read(self, layer: int, pages: list[int]) -> torch.Tensor:
         """Blocks of all heads, `(n, kv_heads, 2, block_size, head_dim)` on the host. Raises `TierError` where one is lost."""
         by_page = self.layers[layer].view(-1, self.shape.kv_heads, *self.layers[layer].shape[1:])
-        return by_page.index_select(0, torch.tensor(pages, dtype=torch.int64))
+        blocks = returned_memory((len(pages), *by_page.shape[1:]), self.shape.dtype)
+        return torch.index_select(by_page, 0, torch.tensor(pages, dtype=torch.int64), out=blocks)
 
     def table(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Where all blocks of sequences lie now: `(S, N)` pages to slots of `layers[layer]`, `(S, kv_heads, N)`; `EMPTY` for

@@ -6,6 +6,7 @@ allocators, and bound to the GPU's NUMA node.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 
@@ -16,6 +17,8 @@ from .errors import ArenaExhausted, ConfigError
 from .types import ModelShape
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_RETURNED_BYTES = 1 << 20
+
 _REGISTER_BYTES = 64 << 20
 """Host memory that is page-locked at a time, over all layers."""
 
@@ -28,6 +31,15 @@ def physical_bytes() -> int:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host; no copy."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def returned_memory(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor whose memory goes back to the system with it. What `malloc` is given back, of some megabytes and
+    in varying sizes, it keeps for the most part."""
+    count = math.prod(size) * dtype.itemsize
+    if count < _RETURNED_BYTES:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(size)
 
 
 class HostMemory:

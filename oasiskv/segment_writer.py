@@ -60,7 +60,7 @@ class SegmentWriter:
     """Stores segments one after another, in the order they came, and tries those again that failed.
 
     Args:
-        read: `(layer, pages)` to the blocks of all heads, `(n, kv_heads, 2, block_size, head_dim)` in host memory.
+        read: `(layer, pages, out)` copies blocks to `out`, `(kv_heads * n, 2, block_size, head_dim)` on the host, head by head.
         done: called from the thread when a segment is stored.
         store: what is stored comes back as one of its `variants`; it is given no more than its `capacity_bytes`, since it would
             make room by forgetting what is wanted.
@@ -71,7 +71,7 @@ class SegmentWriter:
         lane: TierLane,
         layout: SegmentLayout,
         num_layers: int,
-        read: Callable[[int, list[int]], torch.Tensor],
+        read: Callable[[int, list[int], torch.Tensor], None],
         done: Callable[[Segment], None],
         store: TierStore,
     ) -> None:
@@ -79,6 +79,8 @@ class SegmentWriter:
         self._layout = layout
         self._num_layers = num_layers
         self._read, self._done, self._store = read, done, store
+        together = min(num_layers, max(1, _BATCH_BYTES // layout.segment_bytes))
+        self._room = [self._new_room() for _ in range(together)]  # used again and again
         self._queue: deque[Segment] = deque()
         self._change = threading.Condition()
         self._stored_bytes = 0
@@ -176,16 +178,23 @@ class SegmentWriter:
                 f"its limit of {limit}: it would forget blocks that are still wanted; raise the limit, or free sequences"
             )
         sums: list[np.ndarray] = []
-        together = max(1, _BATCH_BYTES // self._layout.segment_bytes)
-        for first in range(0, self._num_layers, together):
-            layers = range(first, min(first + together, self._num_layers))
-            objects = [self._bytes(segment, layer) for layer in layers]
-            sums += [self._checksums(segment, data) for data in objects]
-            self._put([(segment.key(layer), data) for layer, data in zip(layers, objects, strict=True)])
+        for first in range(0, self._num_layers, len(self._room)):
+            objects = []
+            for number, layer in enumerate(range(first, min(first + len(self._room), self._num_layers))):
+                if self._lane.unsettled(bytes_of(self._room[number])):  # a call that was given up may still read it
+                    self._room[number] = self._new_room()
+                self._read(layer, segment.pages, self._room[number])
+                objects.append((segment.key(layer), bytes_of(self._room[number])))
+                sums.append(self._checksums(segment, objects[-1][1]))
+            self._put(objects)
         segment.checksums = np.stack(sums)
         with self._change:
             self._stored_bytes += self.segment_bytes
         self._done(segment)
+
+    def _new_room(self) -> torch.Tensor:
+        heads, blocks, *slot = self._layout.shape
+        return torch.empty((heads * blocks, *slot), dtype=getattr(torch, self._layout.dtype))
 
     def _put(self, objects: list[tuple[SegmentKey, memoryview]]) -> None:
         ended: SimpleQueue[Exception | None] = SimpleQueue()
@@ -193,9 +202,6 @@ class SegmentWriter:
         error = ended.get()
         if error is not None:
             raise error
-
-    def _bytes(self, segment: Segment, layer: int) -> memoryview:
-        return bytes_of(self._read(layer, segment.pages).transpose(0, 1).contiguous())
 
     def _checksums(self, segment: Segment, data: memoryview) -> np.ndarray:
         """Of the slots of one layer, `(variants, kv_heads, num_blocks)`."""

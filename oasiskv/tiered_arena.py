@@ -15,7 +15,7 @@ from . import ops
 from .arena import Arena
 from .config import OasisConfig
 from .errors import ArenaExhausted, ConfigError, SegmentLost, TierUnavailable
-from .host_memory import bytes_of, physical_bytes
+from .host_memory import bytes_of, physical_bytes, returned_memory
 from .segment_writer import Segment, SegmentWriter, checksum
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
@@ -245,14 +245,11 @@ class TieredArena(Arena):
                 segment.ready.record()
             self._writer.submit(segment)
 
-    def _sealed_blocks(self, layer: int, pages: list[int]) -> torch.Tensor:
+    def _sealed_blocks(self, layer: int, pages: list[int], out: torch.Tensor) -> None:
         """For the writer. What is not in memory is not asked of this segment: the page was freed meanwhile, or another segment
         has stored it before."""
         with self._lock:
-            slots = self._slots[layer, pages]
-            blocks = self._from_memory(layer, np.maximum(slots, 0))
-        blocks[torch.from_numpy(slots < 0)] = 0
-        return blocks
+            self._copy_out(layer, self._slots[layer, pages].T.ravel(), out)
 
     def _stored(self, segment: Segment) -> None:
         with self._lock:
@@ -352,19 +349,18 @@ class TieredArena(Arena):
         self.counters.fetched += sum(good)
         return good
 
-    def _from_memory(self, layer: int, slots: np.ndarray) -> torch.Tensor:
-        memory = self.layers[layer]
-        return memory.index_select(0, torch.from_numpy(slots.ravel())).view(*slots.shape, *memory.shape[1:])
+    def _copy_out(self, layer: int, slots: np.ndarray, out: torch.Tensor) -> None:
+        """Copy slots `(n,)` to `out`, but for those that are `EMPTY`. The lock is held."""
+        ops.copy_blocks(self.layers[layer], out, torch.from_numpy(slots.copy()), torch.arange(len(slots)))
 
     def _gather(self, layer: int, owners: np.ndarray) -> torch.Tensor:
         """Blocks wherever they are, `(n, 2, block_size, head_dim)` on the host, without keeping them. Raises `SegmentLost`,
         `TierUnavailable`."""
         pages, heads = np.divmod(owners, self.shape.kv_heads)
-        blocks = torch.empty((len(owners), *self.layers[layer].shape[1:]), dtype=self.shape.dtype)
+        blocks = returned_memory((len(owners), *self.layers[layer].shape[1:]), self.shape.dtype)
         with self._lock:
             slots = self._slots[layer, pages, heads]
-            there = np.flatnonzero(slots >= 0)
-            blocks[torch.from_numpy(there)] = self._from_memory(layer, slots[there])
+            self._copy_out(layer, slots, blocks)
             absent = np.flatnonzero(slots < 0)
             order = [(id(self._segments.get(int(pages[n]), (None, 0))[0]), heads[n], pages[n], n) for n in absent]
         absent = np.array([number for *_, number in sorted(order)], np.int64)  # neighbours in the store are read together
