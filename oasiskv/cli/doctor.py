@@ -9,17 +9,17 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import cast
 
 import anyio
 import torch
 
-from .. import __version__, ops, probe, registry
+from .. import __version__, ops, probe
 from ..config import OasisConfig
 from ..demand import BUSY_GPU_BYTES_PER_S, Demand
 from ..errors import InputError, IntegrityError, TierError
 from ..probe import Measurement
-from ..tiers import Location, SegmentLayout, TierStore
+from ..tiers import Location, TierStore
+from ..tiers.opening import store_at
 from ..topology import Machine, read_machine
 from ..types import ModelShape
 from .plain import Status, columns, size
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.seconds <= 60:
         raise InputError(f"--seconds is {options.seconds}; it must be above 0 and at most 60")
     layout = probe.segment_layout(demand.shape, demand.config.block_size)
-    stores = list(zip(tier_names(options.tier), [open_store(text, layout) for text in options.tier], strict=True))
+    stores = list(zip(tier_names(options.tier), [store_at(text, layout) for text in options.tier], strict=True))
     with Status(quiet=options.json) as status:
         machine = read_machine()
         measured, problems = _measure(demand, stores, options.seconds, status)
@@ -117,13 +117,6 @@ def tier_names(locations: list[str]) -> list[str]:
         again = 1 + sum(other.partition(" (")[0] == name for other in names)
         names.append(name if again == 1 else f"{name} ({again})")
     return names
-
-
-def open_store(text: str, layout: SegmentLayout) -> TierStore:
-    """The store at a location, not open yet. Raises `ConfigError` or `PluginError`."""
-    location = Location.parse(text)
-    kind = cast(type[TierStore], registry.load("oasiskv.tier_stores", location.name, TierStore))
-    return kind.at(location, layout)
 
 
 def _measure(

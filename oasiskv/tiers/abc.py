@@ -41,8 +41,8 @@ class TierStore(_Resource):
 
     Note for implementers:
 
-    - Runs under asyncio and trio alike: use anyio, and `anyio.to_thread.run_sync` around calls that block, with
-      `abandon_on_cancel=False`, so that no thread outlives the call that lent it a buffer.
+    - Runs under asyncio and trio alike: use anyio, and `oasiskv.tiers.threads.in_thread` around calls that block, so that no
+      thread outlives the call that lent it a buffer. `open` and `aclose` may be called from different tasks.
     - Buffers belong to the caller. When `store` or `load` has returned, raised or been cancelled, the store neither reads nor
       writes them any more. Where a transport cannot promise that, `unsettled` must say so for as long as it lasts.
     - Calls may overlap. `store` of a key that is there already is no error and changes nothing.
@@ -68,7 +68,8 @@ class TierStore(_Resource):
     async def store(self, objects: Sequence[tuple[SegmentKey, memoryview]]) -> None:
         """Take segments, each a multiple of `layout.slot_bytes` long, and return when they can be read.
 
-        A store with a size limit makes room by forgetting segments that were not used for longest.
+        A store with a size limit makes room by forgetting segments that were not used for longest; storing again and loading
+        are use.
 
         Raises:
             TierFull: it cannot make room. Those before the first that did not fit may be there; `contains` tells.

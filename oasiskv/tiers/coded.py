@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
-from anyio import to_thread
-
 from ..errors import ConfigError
 from .abc import TierStore
 from .checks import check_objects, check_reads
@@ -15,6 +13,7 @@ from .codecs import Codec
 from .location import Location
 from .quarantine import Quarantine
 from .segments import Outcome, Read, SegmentKey, SegmentLayout, TierTraits
+from .threads import in_thread
 
 _AT_ONCE_BYTES = 64 << 10
 """Plain bytes that are decoded in the event loop: it takes about as long as handing them to a thread."""
@@ -91,7 +90,7 @@ class CodedStore(TierStore):
 
     async def store(self, objects: Sequence[tuple[SegmentKey, memoryview]]) -> None:
         check_objects(objects, self.layout, self.traits)
-        coded = [(key, memoryview(await to_thread.run_sync(self._codec.encode, data, self.layout))) for key, data in objects]
+        coded = [(key, memoryview(await self._encode(data))) for key, data in objects]
         try:
             await self._inner.store(coded)
         finally:
@@ -112,9 +111,12 @@ class CodedStore(TierStore):
         if sum(into.nbytes for _, into in pairs) <= _AT_ONCE_BYTES:
             self._decode(pairs)
         else:
-            await to_thread.run_sync(self._decode, pairs)
+            await in_thread(lambda _: self._decode(pairs))
         self._count([into for _, into in pairs], [data for data, _ in pairs])
         return outcomes
+
+    async def _encode(self, data: memoryview) -> bytearray:
+        return await in_thread(lambda _: self._codec.encode(data, self.layout))
 
     def _coded(self, read: Read) -> Read:
         plain, coded = self.layout.slot_bytes, self._inner.layout.slot_bytes

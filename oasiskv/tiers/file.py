@@ -13,11 +13,12 @@ import anyio
 from ..errors import ConfigError, OasisError, StateError
 from .abc import TierStore
 from .checks import check_objects, check_reads
-from .file_calls import Calls, Proceed
+from .file_calls import Calls
 from .file_folder import Folder
 from .file_reads import Loading
 from .location import Location
 from .segments import Outcome, Read, SegmentKey, SegmentLayout, TierTraits
+from .threads import Proceed
 
 _PAGE_BYTES = 4096
 _SHARE_BYTES = 2 << 20

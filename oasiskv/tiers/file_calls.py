@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import anyio
-import anyio.from_thread
-import anyio.to_thread
 
 from ..errors import StateError
+from .threads import Proceed, in_thread
 
 T = TypeVar("T")
-Proceed = Callable[[], None]
-"""What work calls between its parts. It raises when work must stop: its store is closed, or its caller was cancelled."""
-
 _LOOK_AGAIN_S = 0.001
 
 
@@ -46,19 +42,19 @@ class Calls:
     async def run(self, work: Callable[[Proceed], T], limiter: anyio.CapacityLimiter) -> T:
         """Do work on a thread. Raises `StateError`, and whatever the work raises."""
         self.check()
-        call = _Call(self, work)
-        try:
-            return await anyio.to_thread.run_sync(call.run, limiter=limiter, abandon_on_cancel=False)
-        except BaseException:
-            # anyio waits for the thread before it lets a cancellation through, but not before one by `asyncio.Task.cancel`.
-            call.stop()
-            while call.running:
-                try:
-                    with anyio.CancelScope(shield=True):
-                        await anyio.sleep(_LOOK_AGAIN_S)
-                except anyio.get_cancelled_exc_class():
-                    continue  # the first one is raised below
-            raise
+
+        def counted(proceed: Proceed) -> T:
+            def proceed_open() -> None:
+                proceed()
+                self.check()
+
+            self.begin()
+            try:
+                return work(proceed_open)
+            finally:
+                self.end()
+
+        return await in_thread(counted, limiter)
 
     async def close(self, patience_s: float) -> None:
         """Make calls stop, and wait for them for a time. Idempotent. A forked child has nothing to close."""
@@ -86,40 +82,3 @@ class Calls:
             last = self._closed and not self._running
         if last:
             self._release()
-
-
-class _Call(Generic[T]):
-    """One piece of work, which is either stopped before it begins, or runs until it ends or proceeds no further."""
-
-    def __init__(self, calls: Calls, work: Callable[[Proceed], T]) -> None:
-        self._calls = calls
-        self._work = work
-        self._lock = threading.Lock()
-        self._stopped = False
-        self.running = False
-
-    def run(self) -> T:
-        with self._lock:
-            self._check()
-            self.running = True
-        try:
-            self._calls.begin()
-            try:
-                return self._work(self._proceed)
-            finally:
-                self._calls.end()
-        finally:
-            self.running = False
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-
-    def _proceed(self) -> None:
-        anyio.from_thread.check_cancelled()
-        self._calls.check()
-        self._check()
-
-    def _check(self) -> None:
-        if self._stopped:
-            raise StateError("the call has been cancelled")  # nobody hears it

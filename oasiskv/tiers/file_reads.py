@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from .file_calls import Proceed
 from .file_disk import errors_of, opened, read_all
 from .file_folder import Folder, Found
 from .file_pack import Pack
 from .segments import Outcome, Read
+from .threads import Proceed
 
 _RUN_BYTES = 1 << 20
 """What is read at once at most. It is verified next, while the processor's cache still has it."""

@@ -38,6 +38,9 @@ class SegmentKey:
         if not isinstance(self.layer, int) or not 0 <= self.layer < 1 << 16:
             raise InputError(f"SegmentKey.layer is {self.layer!r}; it must be an integer from 0 to 65535")
 
+    def __hash__(self) -> int:
+        return hash(self.digest) ^ self.layer  # keys are looked up for every read
+
     def __str__(self) -> str:
         """A name that is fit for a file or an object: `space/layer/digest` in hexadecimal."""
         return f"{self.space}/{self.layer}/{self.digest.hex()}"
@@ -122,7 +125,8 @@ class Outcome(Enum):
 
     HIT = "hit"
     MISS = "miss"
-    """The store has no such segment, or not so many bytes of it; never, no more, or not yet."""
+    """The store has no such segment, or not so many bytes of it: it never had, it has forgotten it, even in the middle of the
+    read, or it does not have it yet."""
     CORRUPT = "corrupt"
     """There is something, and it is not what was stored: a torn, short or changed copy. The store forgets it."""
 

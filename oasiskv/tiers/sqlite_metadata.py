@@ -17,6 +17,7 @@ from .abc import Lease, MetadataStore
 from .checks import check_ttl
 from .location import Location
 from .segments import SegmentKey
+from .threads import in_thread
 
 _VERSION = 1
 _BUSY_S = 2.0
@@ -168,7 +169,7 @@ class SqliteMetadata(MetadataStore):
                     if durable:
                         connection.execute("PRAGMA synchronous = NORMAL")
 
-        return await anyio.to_thread.run_sync(transaction, limiter=self._turn)
+        return await in_thread(lambda _: transaction(), self._turn)
 
     def _check_open(self) -> None:
         if self._closed:

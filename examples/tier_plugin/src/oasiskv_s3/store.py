@@ -16,6 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from oasiskv.errors import ConfigError, LayoutMismatch, StateError, TierError, TierUnavailable
 from oasiskv.tiers import Location, Outcome, Read, SegmentKey, SegmentLayout, TierStore, TierTraits
 from oasiskv.tiers.checks import check_objects, check_reads
+from oasiskv.tiers.threads import in_thread
 
 from . import records
 from .options import Options
@@ -109,7 +110,7 @@ class S3Store(TierStore):
         async def worker() -> None:
             for number, item in waiting:
                 try:
-                    results[number] = await anyio.to_thread.run_sync(one, item, limiter=self._connections)
+                    results[number] = await in_thread(lambda _, item=item: one(item), self._connections)
                 except (TierError, StateError) as error:
                     errors.append(error)
                     tasks.cancel_scope.cancel()
