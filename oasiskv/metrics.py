@@ -110,6 +110,7 @@ class Stats:
         tier_bytes: what the tier store below the arena holds of it.
         fetched_blocks: blocks that came back from there; `lost_blocks` did not, since they were missing or the store failed;
             `corrupt_blocks` were damaged, and `quarantined_blocks` waited for a transfer that was given up.
+        tier_retries, tier_timeouts: calls of the store that were made again, and that did not end in time.
         late_blocks: blocks left out because their move was not done; `late_layers` counts the layers that did not wait.
         loaded_blocks, corrected_blocks, stored_blocks: blocks moved to the pool, read in place, and written to the arena.
         moved_bytes_per_token: host-to-device bytes per decoded token: loads and in-place reads.
@@ -144,6 +145,8 @@ class Stats:
     lost_blocks: int = 0
     corrupt_blocks: int = 0
     quarantined_blocks: int = 0
+    tier_retries: int = 0
+    tier_timeouts: int = 0
 
     @property
     def device_bytes(self) -> int:

@@ -411,13 +411,15 @@ class TieredArena(Arena):
 
     def tier_stats(self) -> dict[str, int]:
         """As `Arena.tier_stats`."""
-        counters = self.counters
+        counters, lane = self.counters, self._lane.counters()
         return {
             "tier_bytes": self._writer.stored_bytes,
             "fetched_blocks": counters.fetched,
             "lost_blocks": counters.missed + counters.failed,
             "corrupt_blocks": counters.corrupt,
             "quarantined_blocks": counters.quarantined,
+            "tier_retries": lane.retries,
+            "tier_timeouts": lane.timeouts,
         }
 
     def faults(self) -> list[str]:
