@@ -7,7 +7,7 @@ holds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,27 @@ from .types import EMPTY, ModelShape
 
 if TYPE_CHECKING:
     from .tiers.metered import MeteredStore
+
+
+class SlotLease:
+    """Slots of the arena that keep what they hold until `end`, or until nobody has the lease any more.
+
+    Attributes:
+        slots: where the blocks are, `EMPTY` for those that cannot be had.
+    """
+
+    def __init__(self, slots: torch.Tensor, give_back: Callable[[], None] = lambda: None) -> None:
+        self.slots = slots
+        self._give_back: Callable[[], None] | None = give_back
+
+    def end(self) -> None:
+        """The slots may be used for other blocks. Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def __del__(self) -> None:
+        self.end()  # the work that had it failed, or was cancelled
 
 
 class Arena:
@@ -137,7 +158,7 @@ class Arena:
 
     def locate(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Where blocks lie: `(S, kv_heads, K)` pages to slots of `layers[layer]`; `EMPTY` stays `EMPTY`, and is the answer for
-        a block that cannot be had. They stay there until the end of the next step."""
+        a block that cannot be had."""
         slots = pages * self.shape.kv_heads + self._heads.to(pages.device)[:, None]
         return torch.where(pages >= 0, slots, EMPTY)
 
@@ -146,6 +167,10 @@ class Arena:
         by_page = self.layers[layer].view(-1, self.shape.kv_heads, *self.layers[layer].shape[1:])
         blocks = returned_memory((len(pages), *by_page.shape[1:]), self.shape.dtype)
         return torch.index_select(by_page, 0, torch.tensor(pages, dtype=torch.int64), out=blocks)
+
+    def lease(self, layer: int, pages: torch.Tensor) -> SlotLease:
+        """As `locate`, of blocks that must stay where they are for a while."""
+        return SlotLease(self.locate(layer, pages))
 
     def table(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Where all blocks of sequences lie now: `(S, N)` pages to slots of `layers[layer]`, `(S, kv_heads, N)`; `EMPTY` for

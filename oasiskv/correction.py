@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import ops
+from .arena import SlotLease
 from .ops.reference_step import missing_blocks
 from .refresh import Rooms, SparseRows
 
@@ -44,8 +45,7 @@ class Correction:
         sinks and ring, and block logits of the sparse sequences `(M, R, query_heads, N)`."""
         rooms, sparse = self._rooms, self._sparse
         with rooms.sets.selected.held(layer) as (selected, there):
-            if rooms.arena.tiered:
-                self._bring(layer, logits, selected[sparse.rows])
+            lease = self._bring(layer, logits, selected[sparse.rows]) if rooms.arena.tiered else None
             output, counts = ops.corrected_attention(
                 queries,
                 rooms.pool.slots,
@@ -67,14 +67,16 @@ class Correction:
                 self._least_gain,
                 scale,
             )
+            if lease is not None:
+                lease.end()
         rooms.counters.record("corrections", counts[None])
         return output
 
-    def _bring(self, layer: int, logits: torch.Tensor, held: torch.Tensor) -> None:
+    def _bring(self, layer: int, logits: torch.Tensor, held: torch.Tensor) -> SlotLease:
         """Fetch the blocks that are read in place next, if they are below the arena."""
         sparse, real = self._sparse, self._positions[self._members] >= 0
         most, gain = self._rooms.config.correction_blocks, self._least_gain
         blocks = missing_blocks(
             logits, sparse.num_blocks, held, self._low, self._high, self._weights, real, most, gain, torch.ops.oasiskv
         )
-        self._rooms.arena.locate(layer, sparse.pages_of(blocks))
+        return self._rooms.arena.lease(layer, sparse.pages_of(blocks))

@@ -45,7 +45,7 @@ def read_tail(rooms: Rooms, sequence: Sequence, layer: int, length: int) -> torc
     if length % size == 0:
         return None
     block = length // size
-    if block < len(sequence.pages):
+    if block < len(sequence.pages) and sequence.phase is not Phase.DENSE:
         return sealed(rooms, sequence, layer, block, block + 1)[0]
     strip = sequence.strips[place_of(rooms.config, block, sequence.phase is Phase.DENSE)]
     return rooms.pool.slots[pool_slots(rooms, [strip])[layer, 0]]

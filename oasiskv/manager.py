@@ -204,7 +204,7 @@ class KVManager:
         else:
             self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
             room.trim(self, sequence)
-            lay_out_again(self, sequence, tail)
+            lay_out_again(self, sequence, tail, first=sealed)  # a dense one has its blocks in place
 
     # Steps
 
@@ -346,8 +346,10 @@ class KVManager:
         for sequence in self._sequences.values():
             sequence.phase = Phase.FREED
         self._sequences.clear()
-        self.rooms.arena.close()
-        self.rooms.pool.close()
+        try:
+            self.rooms.arena.close()
+        finally:
+            self.rooms.pool.close()
 
     def __enter__(self) -> KVManager:
         return self

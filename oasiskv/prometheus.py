@@ -67,9 +67,7 @@ MANAGER_METRICS = (
     ManagerMetric("checksum_failures", "counter", "Blocks that came back changed.", lambda s, _: s.corrupt_blocks),
     ManagerMetric("quarantined_blocks", "counter", "Slots that waited for late writes.", lambda s, _: s.quarantined_blocks),
     ManagerMetric("tier_retries", "counter", "Calls of the tier store that were made again.", lambda s, _: s.tier_retries),
-    ManagerMetric(
-        "tier_timeouts", "counter", "Calls of the tier store that took too long.", lambda s, _: s.tier_timeouts
-    ),
+    ManagerMetric("tier_timeouts", "counter", "Calls of the tier store that took too long.", lambda s, _: s.tier_timeouts),
     ManagerMetric("coverage_ratio", "gauge", "Mean share of attention that was seen, estimated.", lambda s, _: s.coverage),
 )
 """Another number is another line. Rates and means are left to Prometheus, wherever their parts are here."""

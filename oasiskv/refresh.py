@@ -9,7 +9,7 @@ import torch
 
 from . import ops
 from .abc import KeySummary, Predictor
-from .arena import Arena
+from .arena import Arena, SlotLease
 from .config import OasisConfig
 from .metrics import Counters
 from .ops.reference_step import at_blocks, replaced
@@ -128,6 +128,7 @@ class Refresh:
         self._step = step
         self._max_new, self._pooled = max_new, pooled
         self.places = torch.empty(0)
+        self._lease: SlotLease | None = None
 
     def predict(self) -> None:
         predictor = self._rooms.predictor
@@ -157,7 +158,8 @@ class Refresh:
     def _fetch(self, resident: torch.Tensor) -> None:
         """Bring the chosen blocks to the arena. What cannot be had is not loaded, and the block whose place it was to take
         stays."""
-        failed = self._rooms.arena.locate(self.layer, self._sparse.pages_of(self._blocks)) < 0
+        self._lease = self._rooms.arena.lease(self.layer, self._sparse.pages_of(self._blocks))
+        failed = self._lease.slots < 0
         stays = torch.where(failed, self.places, EMPTY)
         self._kept = replaced(self._kept, stays, resident.gather(2, self.places.clamp(min=0)))
         self.places = torch.where(failed, EMPTY, self.places)
@@ -171,6 +173,8 @@ class Refresh:
         rooms, sparse = self._rooms, self._sparse
         table = sparse.in_arena(rooms.arena, self.layer)
         counts = ops.load_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, table, self._blocks, self._slots)
+        if self._lease is not None:
+            self._lease.end()
         rooms.sets.selected.publish(self.layer, sparse.rows, self._kept, self.places, self._blocks, self._stamps)
         rooms.counters.record("loads", counts)
 

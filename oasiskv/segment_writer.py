@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .errors import OasisError, TierFull
+from .errors import OasisError, TierFull, WorkerError
 from .host_memory import bytes_of
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
@@ -32,12 +32,14 @@ class Segment:
         checksums: xxh3 of every slot, `(num_layers, variants, kv_heads, num_blocks)`, known once it is stored: of what the
             store may give for it, which is one thing if it loses no precision.
         live: how many of its pages some sequence still holds.
+        tried: whether some of its objects may be in the store.
     """
 
     def __init__(self, space: str, pages: list[int], layout: SegmentLayout, num_layers: int) -> None:
         self.pages = pages
         self.checksums = np.zeros((num_layers, 0, layout.kv_heads, layout.num_blocks), np.uint64)
         self.live = len(pages)
+        self.tried = False
         self.ready: torch.cuda.Event | None = None
         self._digest = secrets.token_bytes(16)
         self._space = space
@@ -54,6 +56,12 @@ class Segment:
 def checksum(data: memoryview) -> int:
     """Of one slot. It finds damage; it proves no identity."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def _wrapped(error: Exception) -> WorkerError:
+    wrapped = WorkerError(f"storing a segment failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class SegmentWriter:
@@ -81,6 +89,8 @@ class SegmentWriter:
         self._read, self._done, self._store = read, done, store
         together = min(num_layers, max(1, _BATCH_BYTES // layout.segment_bytes))
         self._room = [self._new_room() for _ in range(together)]  # used again and again
+        self._lent: list[torch.Tensor] = []
+        self._undeleted: list[tuple[Segment, bool]] = []
         self._queue: deque[Segment] = deque()
         self._change = threading.Condition()
         self._stored_bytes = 0
@@ -116,16 +126,22 @@ class SegmentWriter:
             self._change.notify_all()
 
     def forget(self, segment: Segment, stored: bool) -> None:
-        """Nobody holds a block of it any more."""
-        with self._change:
-            if stored:
-                self._stored_bytes -= self.segment_bytes
-        self._lane.submit_delete(segment.keys())
+        """Nobody holds a block of it any more. It counts until it is deleted: a store that cannot delete it has it still."""
+
+        def deleted(error: Exception | None) -> None:
+            with self._change:
+                if error is None:
+                    self._stored_bytes -= self.segment_bytes * stored
+                elif not self._closed:
+                    self._undeleted.append((segment, stored))
+                self._change.notify_all()
+
+        self._lane.submit_delete(segment.keys(), deleted)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something was stored or has failed. False if there is nothing to wait for, or the last attempt failed."""
         with self._change:
-            if self._error is not None or not self._queue:
+            if self._error is not None or not self._queue or not self._thread.is_alive():
                 return False
             self._change.wait(timeout_s)
             return self._error is None
@@ -151,9 +167,11 @@ class SegmentWriter:
             try:
                 if segment.live:
                     self._save(segment)
-            except OasisError as error:
+                elif segment.tried:
+                    self.forget(segment, False)  # some of its objects may be there
+            except Exception as error:  # noqa: BLE001 - it is tried again, and told to whoever waits for room
                 with self._change:
-                    self._error = error
+                    self._error = error if isinstance(error, OasisError) else _wrapped(error)
                     self._change.notify_all()
                     self._change.wait_for(lambda: self._closed, _PATIENCE_S)
                 continue
@@ -164,9 +182,19 @@ class SegmentWriter:
                 self._change.notify_all()
 
     def _next(self) -> Segment | None:
-        with self._change:
-            self._change.wait_for(lambda: self._closed or self._queue)
-            return None if self._closed else self._queue[0]
+        """The segment to store next, when there is one. Deletes again, from time to time, what could not be deleted."""
+        while True:
+            with self._change:
+                patience = _PATIENCE_S if self._undeleted else None
+                ready = self._change.wait_for(lambda: self._closed or self._queue, patience)
+                if self._closed:
+                    return None
+                undeleted, self._undeleted = self._undeleted, []
+                first = self._queue[0] if ready else None
+            for segment, stored in undeleted:
+                self.forget(segment, stored)
+            if first is not None:
+                return first
 
     def _save(self, segment: Segment) -> None:
         if segment.ready is not None:
@@ -177,11 +205,14 @@ class SegmentWriter:
                 f"the sequences hold {self._stored_bytes} bytes in the tier store and need {self.segment_bytes} more, above "
                 f"its limit of {limit}: it would forget blocks that are still wanted; raise the limit, or free sequences"
             )
+        segment.tried = True
+        self._lent = [room for room in self._lent if self._lane.unsettled(bytes_of(room))]
         sums: list[np.ndarray] = []
         for first in range(0, self._num_layers, len(self._room)):
             objects = []
             for number, layer in enumerate(range(first, min(first + len(self._room), self._num_layers))):
                 if self._lane.unsettled(bytes_of(self._room[number])):  # a call that was given up may still read it
+                    self._lent.append(self._room[number])
                     self._room[number] = self._new_room()
                 self._read(layer, segment.pages, self._room[number])
                 objects.append((segment.key(layer), bytes_of(self._room[number])))

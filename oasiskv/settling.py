@@ -65,10 +65,10 @@ def become_dense(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor
     lay_out_again(manager, sequence, tail)
 
 
-def lay_out_again(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor | None]) -> None:
+def lay_out_again(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor | None], first: int = 0) -> None:
     """As `layout.lay_out`; a sequence whose blocks are lost is unsettled when this raises `TierError`."""
     try:
-        layout.lay_out(manager.rooms, sequence, tail)
+        layout.lay_out(manager.rooms, sequence, tail, first)
     except TierError:
         layout.become_unsettled(manager.rooms, sequence)
         layout.lay_out(manager.rooms, sequence, tail)

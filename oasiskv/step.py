@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from .decode import DecodeRows
-from .errors import InputError, StateError
+from .errors import InputError, StateError, TierError
 from .prefill import PrefillRows
 from .room import make_room
 from .sequence import Phase, Sequence
@@ -177,7 +178,9 @@ class Step:
             counters.add(prefilled_tokens=prefill.num_tokens)
             dropped = prefill.num_tokens - by_sequence[id(prefill.sequence)]
             if dropped:
-                self.manager.crop(prefill.sequence, prefill.sequence.length - dropped)
+                # Cropped it is in any case. If it could not be laid out, the step that uses it next says so.
+                with suppress(TierError):
+                    self.manager.crop(prefill.sequence, prefill.sequence.length - dropped)
         if self._decode is not None:  # last, since it starts background work
             counters.add(decoded_tokens=sum(by_sequence[id(s)] for s in self._decode.sequences))
             self._decode.commit()

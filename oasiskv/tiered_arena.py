@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
 import torch
 
 from . import ops
-from .arena import Arena
+from .arena import Arena, SlotLease
 from .config import OasisConfig
-from .errors import ArenaExhausted, ConfigError, SegmentLost, TierUnavailable
+from .errors import ArenaExhausted, ConfigError, SegmentLost, StateError, TierUnavailable
+from .fetching import Fetcher
 from .host_memory import bytes_of, physical_bytes, returned_memory
-from .segment_writer import Segment, SegmentWriter, checksum
+from .segment_writer import Segment, SegmentWriter
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
 from .tiers.metered import MeteredStore
 from .tiers.opening import store_at
-from .tiers.segments import Outcome, Read, SegmentLayout
+from .tiers.segments import SegmentLayout
 from .trace import Trace
 from .types import EMPTY, ModelShape
 
 _PROTECTED_STEPS = 2
-"""What was used in the present step or the one before it stays: attention and background copies may still read it."""
+"""What was used in the present step or the one before it stays, besides what is leased: a device may still be reading it."""
 
 _EVICTED_SHARE = 1 / 64
 """Slots that are freed at a time, as a share of a layer's, so that the search for the oldest is seldom."""
 
 _READ_TIMEOUT_S = 2.0
 """After which a step goes on without the blocks that it asked for."""
+
+_BULK_TIMEOUT_S = 30.0
+"""The same for each part of what cannot be done without."""
 
 _abandoned: list[object] = []
 """Memory that a transfer may still write to although its arena is closed: given back to the system it would fault."""
@@ -48,17 +52,6 @@ class SlotState(IntEnum):
     """Holds a block."""
     QUARANTINE = 3
     """Its read has ended, and the transport may still write."""
-
-
-@dataclass
-class TierCounters:
-    """What became of blocks that were not in the arena."""
-
-    fetched: int = 0
-    missed: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    quarantined: int = 0
 
 
 class TieredArena(Arena):
@@ -79,7 +72,6 @@ class TieredArena(Arena):
         self.exact = not store.traits.lossy
         self.meters = meters
         self.layout = layout
-        self.counters = TierCounters()
         self._store = store
         self._lane = lane = TierLane(store)
         self._space = f"run-{secrets.token_hex(8)}"
@@ -98,7 +90,10 @@ class TieredArena(Arena):
         self._segments: dict[int, tuple[Segment, int]] = {}
         self._clock = _PROTECTED_STEPS
         self._touched = 0
+        self._leases = np.zeros((shape.num_layers, self._num_slots), np.int32)
+        self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._fetcher = Fetcher(lane, layout, self._stored_in, self._lock)
         self._writer = SegmentWriter(lane, layout, shape.num_layers, self._sealed_blocks, self._stored, store)
 
     # Pages
@@ -116,17 +111,20 @@ class TieredArena(Arena):
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages and memory for them, all or none. Waits for blocks on their way to the store if that gives room.
         Raises `ArenaExhausted`."""
+        self._check_process()
         needed = count * self.shape.kv_heads
         with self._lock:
             pages = [self._take() for _ in range(count)]
             self._grow(self._high_water)
         try:
             while not self._assign(pages, needed):
-                if needed > self._num_slots or not self._writer.wait(1.0):
-                    raise ArenaExhausted(self._why_exhausted(needed))
+                if needed <= self._num_slots and self._writer.wait(1.0):
+                    continue
+                if self._assign(pages, needed):
+                    break  # the last segment was stored between the two
+                raise ArenaExhausted(self._why_exhausted(needed))
         except BaseException:
-            with self._lock:
-                super().release(pages)
+            self.release(pages)
             raise
         return pages
 
@@ -136,12 +134,12 @@ class TieredArena(Arena):
             for layer in range(self.shape.num_layers):
                 if not self._make_free(layer, count):
                     return False
+            self._memory.pin(self._touched)
             for layer, free in enumerate(self._free_slots):
                 slots = np.array([free.pop() for _ in range(count)], np.int64)
                 self._slots[layer, pages] = slots.reshape(-1, heads)
                 self._own(layer, slots, (np.array(pages, np.int64)[:, None] * heads + np.arange(heads)).ravel())
             self._durable[pages] = False
-        self._memory.pin(self._touched)
         return True
 
     def _why_exhausted(self, needed: int) -> str:
@@ -201,6 +199,7 @@ class TieredArena(Arena):
         if len(free) < count:
             owners = self._owner[layer]
             old = (self._state[layer] == SlotState.READY) & (self._used_at[layer] <= self._clock - _PROTECTED_STEPS)
+            old &= self._leases[layer] == 0
             candidates = np.flatnonzero(old & self._durable[owners // self.shape.kv_heads])
             wanted = max(count - len(free), int(self._num_slots * _EVICTED_SHARE))
             if wanted < len(candidates):
@@ -271,34 +270,65 @@ class TieredArena(Arena):
 
     def locate(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """As `Arena.locate`. Reads what is not in memory, and waits for it."""
-        wanted = pages.cpu().numpy()
-        heads = np.arange(self.shape.kv_heads)[:, None]
-        with self._lock:
-            slots = np.where(wanted >= 0, self._slots[layer, np.maximum(wanted, 0), heads], EMPTY)
-            there = slots[slots >= 0]
-            self._used_at[layer, there] = self._clock
-            absent = (wanted >= 0) & (slots < 0)
-            if absent.any():
-                owners = (wanted * self.shape.kv_heads + heads)[absent]
-                self._make_free(layer, len(owners))
-                places = [self._free_slots[layer].pop() for _ in range(min(len(owners), len(self._free_slots[layer])))]
-                self._state[layer, places] = SlotState.FILLING
-                self.counters.failed += len(owners) - len(places)
-        if absent.any():
-            found = np.full(len(owners), EMPTY, np.int64)
-            found[: len(places)] = self._fill(layer, owners[: len(places)], places)
-            slots[absent] = found
-        return torch.from_numpy(slots).to(pages.device)
+        return self.lease(layer, pages).slots
 
-    def _fill(self, layer: int, owners: np.ndarray, places: list[int]) -> list[int]:
-        """Read blocks into slots; gives for each the slot where it is now, or `EMPTY`."""
+    def lease(self, layer: int, pages: torch.Tensor) -> SlotLease:
+        """As `Arena.lease`. Reads what is not in memory, and waits for it."""
+        wanted = pages.cpu().numpy()
+        owners = wanted * self.shape.kv_heads + np.arange(self.shape.kv_heads)[:, None]
+        slots = np.full(wanted.shape, EMPTY, np.int64)
+        held = np.zeros(self._num_slots, np.int32)
+        lease = SlotLease(torch.from_numpy(slots), lambda: self._unlease(layer, held))
+
+        def hold(found: np.ndarray) -> None:
+            """Under the lock, so that nobody evicts what was just found."""
+            np.add.at(held, found, 1)
+            np.add.at(self._leases[layer], found, 1)
+            self._used_at[layer, found] = self._clock
+
+        with self._lock:
+            slots[:] = np.where(
+                wanted >= 0, self._slots[layer, np.maximum(wanted, 0), np.arange(len(owners[0]))[:, None]], EMPTY
+            )
+            hold(slots[slots >= 0])
+            absent = (wanted >= 0) & (slots < 0)
+        if absent.any():
+            slots[absent] = self._bring(layer, owners[absent], hold)
+        lease.slots = lease.slots.to(pages.device)
+        return lease
+
+    def _unlease(self, layer: int, held: np.ndarray) -> None:
+        with self._lock:
+            self._leases[layer] -= held
+
+    def _bring(self, layer: int, owners: np.ndarray, hold: Callable[[np.ndarray], None]) -> np.ndarray:
+        """Read blocks into slots of the arena, as many as there is room for; where each is then, or `EMPTY`."""
+        found = np.full(len(owners), EMPTY, np.int64)
+        places: list[int] = []
+        try:
+            with self._lock:
+                self._make_free(layer, len(owners))
+                free = self._free_slots[layer]
+                while free and len(places) < len(owners):
+                    places.append(free.pop())
+                self._state[layer, places] = SlotState.FILLING
+                self._fetcher.counters.failed += len(owners) - len(places)
+        finally:
+            self._fill(layer, owners[: len(places)], places, found, hold)
+        return found
+
+    def _fill(
+        self, layer: int, owners: np.ndarray, places: list[int], found: np.ndarray, hold: Callable[[np.ndarray], None]
+    ) -> None:
         views = [self._view(layer, place) for place in places]
         good = [False] * len(places)
         try:
             self._memory.pin(self._touched)
-            good = self._fetch(layer, owners, views)
+            self._fetcher.fetch(layer, owners, views, _READ_TIMEOUT_S, good)
         except TierUnavailable:
-            self.counters.failed += len(places)  # attention goes on without these blocks; the lane tells of the outage
+            # Attention goes on without these blocks; the lane tells of the outage.
+            with self._lock:
+                self._fetcher.counters.failed += good.count(False)
         finally:
             with self._lock:
                 for number, (owner, place) in enumerate(zip(owners.tolist(), places, strict=True)):
@@ -306,48 +336,18 @@ class TieredArena(Arena):
                     if not good[number] and self._lane.unsettled(views[number]):
                         self._state[layer, place] = SlotState.QUARANTINE
                         self._quarantine.append((layer, place))
-                        self.counters.quarantined += 1
+                        self._fetcher.counters.quarantined += 1
                     elif good[number] and self._slots[layer, page, head] < 0:
                         self._slots[layer, page, head] = place
                         self._own(layer, np.array([place]), np.array([owner]))
                     else:
                         self._let_go(layer, np.array([place]))
-                pages, heads = np.divmod(owners, self.shape.kv_heads)
-                found = np.where(good, self._slots[layer, pages, heads], EMPTY)
-        return list(found.tolist())
+                    if good[number]:
+                        found[number] = self._slots[layer, page, head]
+                hold(found[found >= 0])
 
-    def _fetch(self, layer: int, owners: np.ndarray, views: list[memoryview]) -> list[bool]:
-        """Read slots from the store. Only what its checksum confirms is good; damage is read once more. Raises
-        `TierUnavailable`."""
-        reads: list[Read] = []
-        sums: list[list[int]] = []
-        good = [False] * len(views)
-        known: list[int] = []
-        with self._lock:
-            for number, (owner, view) in enumerate(zip(owners.tolist(), views, strict=True)):
-                page, head = divmod(owner, self.shape.kv_heads)
-                segment, block = self._segments.get(page, (None, 0))
-                if segment is None or not self._durable[page]:
-                    continue
-                known.append(number)
-                reads.append(Read(segment.key(layer), self.layout.offset(head, block), view))
-                sums.append(segment.checksums[layer, :, head, block].tolist())
-        for _ in range(2):
-            again = []
-            for place, outcome in enumerate(self._lane.load(reads, _READ_TIMEOUT_S)):
-                good[known[place]] = outcome is Outcome.HIT and checksum(reads[place].into) in sums[place]
-                if outcome is Outcome.MISS:
-                    self.counters.missed += 1
-                elif not good[known[place]]:
-                    self.counters.corrupt += 1
-                    if not self._lane.unsettled(reads[place].into):
-                        again.append(place)
-            known, sums = [known[place] for place in again], [sums[place] for place in again]
-            reads = [reads[place] for place in again]
-            if not reads:
-                break
-        self.counters.fetched += sum(good)
-        return good
+    def _stored_in(self, page: int) -> tuple[Segment, int] | None:
+        return self._segments.get(page) if self._durable[page] else None
 
     def _copy_out(self, layer: int, slots: np.ndarray, out: torch.Tensor) -> None:
         """Copy slots `(n,)` to `out`, but for those that are `EMPTY`. The lock is held."""
@@ -368,10 +368,13 @@ class TieredArena(Arena):
             size = self.layout.slot_bytes
             data = bytes_of(blocks)
             views = [data[number * size : (number + 1) * size] for number in absent.tolist()]
-            good = self._fetch(layer, owners[absent], views)
-            if not all(good):
-                if any(self._lane.unsettled(view) for view in views):
+            good = [False] * len(views)
+            try:
+                self._fetcher.fetch(layer, owners[absent], views, _BULK_TIMEOUT_S, good)
+            finally:
+                if not all(good) and any(self._lane.unsettled(view) for view in views):
                     _abandoned.append(blocks)
+            if not all(good):
                 raise SegmentLost(
                     f"{good.count(False)} of {len(owners)} blocks of layer {layer} are in no tier any more; free the sequence "
                     "and read its prompt again"
@@ -411,7 +414,7 @@ class TieredArena(Arena):
 
     def tier_stats(self) -> dict[str, int]:
         """As `Arena.tier_stats`."""
-        counters, lane = self.counters, self._lane.counters()
+        counters, lane = self._fetcher.counters, self._lane.counters()
         return {
             "tier_bytes": self._writer.stored_bytes,
             "fetched_blocks": counters.fetched,
@@ -445,24 +448,38 @@ class TieredArena(Arena):
     # The end
 
     def drain(self) -> None:
-        """As `Arena.drain`."""
+        """As `Arena.drain`. Raises `StateError` in a forked child."""
+        self._check_process()
         self._writer.drain()
         self._lane.drain()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(f"the tier store was opened by process {self._pid}, and this is a fork of it; make a manager here")
+
     def close(self) -> None:
-        """As `Arena.close`. What this arena has stored is deleted, as far as the store answers."""
-        self._writer.stop()
-        for segment in {id(segment): segment for segment, _ in self._segments.values()}.values():
-            self._lane.submit_delete(segment.keys())
-        with self._lock:
-            self._leave_quarantine()
-            if self._quarantine:
-                _abandoned.extend(self.layers)
+        """As `Arena.close`. What this arena has stored is deleted, as far as the store answers. In a forked child the store is
+        left to the parent."""
+        try:
+            if os.getpid() == self._pid:
+                self._close_store()
+        finally:
             self._segments.clear()
             self._views.clear()
-        self._lane.close()
-        self._writer.join()
-        super().close()
+            super().close()
+
+    def _close_store(self) -> None:
+        try:
+            self._writer.stop()
+            for segment in {id(segment): segment for segment, _ in self._segments.values()}.values():
+                self._lane.submit_delete(segment.keys())
+            self._lane.close()
+        finally:
+            with self._lock:
+                self._leave_quarantine()
+                if self._quarantine:
+                    _abandoned.extend(self.layers)
+            self._writer.join()
 
 
 def tiered_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None, trace: Trace | None = None) -> TieredArena:

@@ -2,21 +2,23 @@
 
 import os
 import resource
+import signal
 import threading
 import time
 
 import pytest
 import torch
 
-from oasiskv import KVManager, segment_writer, tiered_arena
-from oasiskv.errors import CapacityError, TierError, TierUnavailable
+from oasiskv import KVManager, Phase, segment_writer, tiered_arena
+from oasiskv.errors import ArenaExhausted, CapacityError, StateError, TierError, TierUnavailable
 from oasiskv.testing.faults import Fault, FaultKind, FaultPlan
 from oasiskv.testing.faulty import FaultyStore
+from oasiskv.testing.latency import LatencyStore
 from oasiskv.tiers import SegmentLayout, breaker, lane_jobs
 from oasiskv.tiers.file import FileStore
 from oasiskv.tiers.memory import MemoryStore
 
-from .driver import PAGE_BYTES, SHAPE, Driver, Part, tiny
+from .driver import PAGE_BYTES, SHAPE, Driver, Part, Rows, close_to, tiny
 
 CONFIG = tiny(arena_bytes=24 * PAGE_BYTES, segment_blocks=4, correction_blocks=1, workers=1)
 LAYOUT = SegmentLayout.of(SHAPE, CONFIG)
@@ -25,6 +27,7 @@ LAYOUT = SegmentLayout.of(SHAPE, CONFIG)
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(tiered_arena, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tiered_arena, "_BULK_TIMEOUT_S", 0.05)
     monkeypatch.setattr(segment_writer, "_PATIENCE_S", 0.02)
     for module in (breaker, lane_jobs):
         for name in ("FIRST_BACK_OFF_S", "LAST_BACK_OFF_S", "_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
@@ -191,3 +194,128 @@ def test_closing_while_a_read_hangs_is_bounded(monkeypatch):
     begin = time.monotonic()
     driver.manager.close()
     assert time.monotonic() - begin < 15
+
+
+def test_steps_that_fail_or_are_aborted_let_nothing_be_evicted_that_background_work_will_copy():
+    config = tiny(arena_bytes=24 * PAGE_BYTES, segment_blocks=2, workers=1)
+    for seed in range(6):
+        store = LatencyStore(MemoryStore(SegmentLayout.of(SHAPE, config)), load_s=0.02)
+        driver = Driver(KVManager(SHAPE, config, tier=store), seed)
+        manager = driver.manager
+        first, second = driver.create(4 * 40, chunk=32), driver.create(4 * 4)
+        manager.flush()
+        for _ in range(3):
+            driver.decode(first)
+            with pytest.raises(ArenaExhausted):
+                driver.begin(Part(second, 4 * 30))
+            for _ in range(2):
+                driver.begin(Part(second, 4 * 8)).abort()
+        driver.check()
+        manager.close()
+
+
+def wait_until(condition):
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_cannot_be_deleted_still_counts():
+    plan = FaultPlan()
+    store = FaultyStore(MemoryStore(LAYOUT), plan)
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=store))
+    sequence = driver.create(4 * 20, chunk=40)
+    driver.manager.flush()
+    held = driver.manager.stats().tier_bytes
+    assert held > 0
+    plan.add(Fault(FaultKind.UNAVAILABLE, "delete", onwards=True))
+    driver.free(sequence)
+    wait_until(lambda: plan.calls["delete"] >= 6)
+    assert driver.manager.stats().tier_bytes == store.used_bytes == held
+    plan.clear()
+    wait_until(lambda: not store.used_bytes)
+    wait_until(lambda: not driver.manager.stats().tier_bytes)
+    driver.manager.close()
+
+
+class Broken(MemoryStore):
+    def variants(self, data):
+        raise ZeroDivisionError("a plug-in")
+
+
+def test_a_plug_in_that_raises_what_it_should_not_hangs_nothing():
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=Broken(LAYOUT)))
+    sequence = driver.create(4 * 20, chunk=40)
+    driver.manager.flush()
+    with pytest.raises(ArenaExhausted, match="ZeroDivisionError: a plug-in"):
+        driver.run(Part(sequence, 4 * 12))
+    driver.check()
+    driver.manager.close()
+
+
+def test_a_forked_child_is_told_and_closes_without_the_store():
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=MemoryStore(LAYOUT)))
+    driver.create(4 * 20, chunk=40)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        code = 1
+        try:
+            driver.manager.flush()
+        except StateError:
+            driver.manager.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    driver.manager.close()
+
+
+def test_an_arena_that_cannot_be_pinned_keeps_its_slots(monkeypatch):
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=MemoryStore(LAYOUT)))
+    arena = driver.manager.rooms.arena
+
+    def refuse(num_slots):
+        raise ArenaExhausted("page-locking failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena._memory, "pin", refuse)
+        with pytest.raises(ArenaExhausted):
+            arena.allocate(3)
+    assert arena.used_bytes == arena.used_pages == 0
+    assert arena.faults() == []
+    driver.create(4 * 20, chunk=40)
+    driver.check()
+    driver.manager.close()
+
+
+def test_a_read_in_bulk_that_is_given_up_keeps_its_memory(monkeypatch):
+    plan = FaultPlan()
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=FaultyStore(MemoryStore(LAYOUT), plan)))
+    sequence = driver.create(4 * 40, chunk=40)
+    driver.manager.flush()
+    plan.add(Fault(FaultKind.LATE, "load", onwards=True, delay_s=0.5))
+    kept = len(tiered_arena._abandoned)
+    with pytest.raises(TierUnavailable):
+        driver.manager.full_kv(sequence, 0)
+    assert len(tiered_arena._abandoned) == kept + 1
+    plan.clear()
+    driver.manager.close()
+
+
+def test_a_dense_sequence_is_cropped_without_the_store():
+    plan = FaultPlan()
+    config = tiny(arena_bytes=24 * PAGE_BYTES, segment_blocks=4, dense_threshold=400)
+    driver = Driver(KVManager(SHAPE, config, tier=FaultyStore(MemoryStore(LAYOUT), plan)))
+    sequence = driver.create(4 * 60, chunk=40)
+    driver.manager.flush()
+    plan.add(Fault(FaultKind.UNAVAILABLE, "load", onwards=True))
+    assert sequence.phase is Phase.DENSE
+    driver.crop(sequence, 4 * 33 + 2)
+    rows = driver.draw(3)
+    expected = driver.full(sequence, rows)
+    for row in range(3):
+        one = Rows(*(part[:, row : row + 1] for part in rows))
+        close_to(driver.run(Part(sequence, 1, rows=one))[0], expected[:, row : row + 1])
+    driver.manager.close()
