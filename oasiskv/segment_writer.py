@@ -185,8 +185,8 @@ class SegmentWriter:
         """The segment to store next, when there is one. Deletes again, from time to time, what could not be deleted."""
         while True:
             with self._change:
-                patience = _PATIENCE_S if self._undeleted else None
-                ready = self._change.wait_for(lambda: self._closed or self._queue, patience)
+                self._change.wait_for(lambda: self._closed or self._queue or self._undeleted)
+                ready = self._change.wait_for(lambda: self._closed or self._queue, _PATIENCE_S if self._undeleted else None)
                 if self._closed:
                     return None
                 undeleted, self._undeleted = self._undeleted, []
