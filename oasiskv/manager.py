@@ -269,7 +269,8 @@ class KVManager:
 
     def full_kv(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All committed keys and values of a layer on the device, `(kv_heads, length, head_dim)` each, put together from the
-        arena and the tail block: what full attention would have kept, bit for bit."""
+        arena, the tier store and the tail block: what full attention would have kept, bit for bit unless the store compresses.
+        Raises `TierError` if some of it is lost."""
         self._check_alive(sequence)
         both = layout.read_kv(self.rooms, sequence, layer)
         return both[0], both[1]
