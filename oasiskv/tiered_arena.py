@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from enum import IntEnum
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from .errors import ArenaExhausted, ConfigError, SegmentLost, StateError, TierUn
 from .fetching import Fetcher
 from .host_memory import bytes_of, physical_bytes, returned_memory
 from .segment_writer import Segment, SegmentWriter
+from .slot_table import SlotTable
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
 from .tiers.metered import MeteredStore
@@ -25,12 +25,6 @@ from .tiers.opening import store_at
 from .tiers.segments import SegmentLayout
 from .trace import Trace
 from .types import EMPTY, ModelShape
-
-_PROTECTED_STEPS = 2
-"""What was used in the present step or the one before it stays, besides what is leased: a device may still be reading it."""
-
-_EVICTED_SHARE = 1 / 64
-"""Slots that are freed at a time, as a share of a layer's, so that the search for the oldest is seldom."""
 
 _READ_TIMEOUT_S = 2.0
 """After which a step goes on without the blocks that it asked for."""
@@ -40,18 +34,6 @@ _BULK_TIMEOUT_S = 30.0
 
 _abandoned: list[object] = []
 """Memory that a transfer may still write to although its arena is closed: given back to the system it would fault."""
-
-
-class SlotState(IntEnum):
-    """Of a slot of the arena."""
-
-    FREE = 0
-    FILLING = 1
-    """A read is under way into it."""
-    READY = 2
-    """Holds a block."""
-    QUARANTINE = 3
-    """Its read has ended, and the transport may still write."""
 
 
 class TieredArena(Arena):
@@ -75,22 +57,16 @@ class TieredArena(Arena):
         self._store = store
         self._lane = lane = TierLane(store)
         self._space = f"run-{secrets.token_hex(8)}"
-        self._num_slots = self.num_pages * shape.kv_heads
-        layers = range(shape.num_layers)
         self._views = [bytes_of(layer) for layer in self.layers]
         for view in self._views:
             lane.register_buffer(view)
-        self._slots = np.full((shape.num_layers, 0, shape.kv_heads), EMPTY, np.int64)  # by layer, page, head
-        self._owner = np.full((shape.num_layers, self._num_slots), EMPTY, np.int64)  # page * kv_heads + head
-        self._state = np.full((shape.num_layers, self._num_slots), SlotState.FREE, np.uint8)
-        self._used_at = np.zeros((shape.num_layers, self._num_slots), np.int64)
-        self._free_slots = [list(range(self._num_slots - 1, -1, -1)) for _ in layers]
-        self._quarantine: list[tuple[int, int]] = []
-        self._durable = np.zeros(0, bool)
+        self._table = SlotTable(
+            shape.num_layers,
+            self.num_pages * shape.kv_heads,
+            shape.kv_heads,
+            lambda layer, slot: lane.unsettled(self._view(layer, slot)),
+        )
         self._segments: dict[int, tuple[Segment, int]] = {}
-        self._clock = _PROTECTED_STEPS
-        self._touched = 0
-        self._leases = np.zeros((shape.num_layers, self._num_slots), np.int32)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._fetcher = Fetcher(lane, layout, self._stored_in, self._lock)
@@ -101,12 +77,12 @@ class TieredArena(Arena):
     @property
     def used_bytes(self) -> int:
         """As `Arena.used_bytes`: blocks that are in memory."""
-        return int(np.count_nonzero(self._state)) * self.layout.slot_bytes
+        return int(np.count_nonzero(self._table.state)) * self.layout.slot_bytes
 
     @property
     def peak_bytes(self) -> int:
         """As `Arena.peak_bytes`."""
-        return self._touched * self.shape.num_layers * self.layout.slot_bytes
+        return self._table.touched * self.shape.num_layers * self.layout.slot_bytes
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages and memory for them, all or none. Waits for blocks on their way to the store if that gives room.
@@ -115,10 +91,10 @@ class TieredArena(Arena):
         needed = count * self.shape.kv_heads
         with self._lock:
             pages = [self._take() for _ in range(count)]
-            self._grow(self._high_water)
+            self._table.grow(self._high_water)
         try:
             while not self._assign(pages, needed):
-                if needed <= self._num_slots and self._writer.wait(1.0):
+                if needed <= self._table.num_slots and self._writer.wait(1.0):
                     continue
                 if self._assign(pages, needed):
                     break  # the last segment was stored between the two
@@ -129,22 +105,18 @@ class TieredArena(Arena):
         return pages
 
     def _assign(self, pages: list[int], count: int) -> bool:
-        heads = self.shape.kv_heads
+        layers = range(self.shape.num_layers)
         with self._lock:
-            for layer in range(self.shape.num_layers):
-                if not self._make_free(layer, count):
-                    return False
-            self._memory.pin(self._touched)
-            for layer, free in enumerate(self._free_slots):
-                slots = np.array([free.pop() for _ in range(count)], np.int64)
-                self._slots[layer, pages] = slots.reshape(-1, heads)
-                self._own(layer, slots, (np.array(pages, np.int64)[:, None] * heads + np.arange(heads)).ravel())
-            self._durable[pages] = False
+            if not all(self._table.make_free(layer, count) for layer in layers):
+                return False
+            self._memory.pin(self._table.touched)
+            for layer in layers:
+                self._table.place(layer, pages)
         return True
 
     def _why_exhausted(self, needed: int) -> str:
-        held = [page for page in self._references if self._slots[0, page, 0] >= 0]
-        waiting = int((~self._durable[held]).sum()) * self.page_bytes
+        held = [page for page in self._references if self._table.slots[0, page, 0] >= 0]
+        waiting = int((~self._table.durable[held]).sum()) * self.page_bytes
         reason = f"; the tier store fails: {self._writer.error}" if self._writer.error is not None else ""
         return (
             f"the arena has no room for {needed // self.shape.kv_heads} blocks in all layers: of arena_bytes "
@@ -156,69 +128,15 @@ class TieredArena(Arena):
         """As `Arena.release`."""
         with self._lock:
             freed = super().release(pages)
-            if not freed:
-                return freed
-            for layer in range(self.shape.num_layers):
-                slots = self._slots[layer, freed].ravel()
-                self._let_go(layer, slots[slots >= 0])
-            self._slots[:, freed] = EMPTY
-            for page in freed:
-                stored = bool(self._durable[page])
-                self._durable[page] = False
+            durable = self._table.durable[freed].tolist()
+            self._table.forget(freed)
+            for page, stored in zip(freed, durable, strict=True):
                 segment, _ = self._segments.pop(page, (None, 0))
                 if segment is not None:
                     segment.live -= 1
                     if not segment.live:
                         self._writer.forget(segment, stored)
         return freed
-
-    def _grow(self, pages: int) -> None:
-        have = self._slots.shape[1]
-        if pages > have:
-            more = max(pages, 2 * have) - have
-            self._slots = np.pad(self._slots, ((0, 0), (0, more), (0, 0)), constant_values=EMPTY)
-            self._durable = np.pad(self._durable, (0, more))
-
-    # Slots; the lock is held
-
-    def _own(self, layer: int, slots: np.ndarray, owners: np.ndarray) -> None:
-        self._state[layer, slots] = SlotState.READY
-        self._owner[layer, slots] = owners
-        self._used_at[layer, slots] = self._clock
-
-    def _let_go(self, layer: int, slots: np.ndarray) -> None:
-        self._state[layer, slots] = SlotState.FREE
-        self._owner[layer, slots] = EMPTY
-        self._free_slots[layer].extend(slots.tolist())
-
-    def _make_free(self, layer: int, count: int) -> bool:
-        """Evict until `count` slots of a layer are free."""
-        free = self._free_slots[layer]
-        if len(free) < count:
-            self._leave_quarantine()
-        if len(free) < count:
-            owners = self._owner[layer]
-            old = (self._state[layer] == SlotState.READY) & (self._used_at[layer] <= self._clock - _PROTECTED_STEPS)
-            old &= self._leases[layer] == 0
-            candidates = np.flatnonzero(old & self._durable[owners // self.shape.kv_heads])
-            wanted = max(count - len(free), int(self._num_slots * _EVICTED_SHARE))
-            if wanted < len(candidates):
-                oldest = np.argpartition(self._used_at[layer, candidates], wanted)[:wanted]
-                candidates = candidates[oldest]
-            pages, heads = np.divmod(owners[candidates], self.shape.kv_heads)
-            self._slots[layer, pages, heads] = EMPTY
-            self._let_go(layer, candidates)
-        self._touched = max(self._touched, min(self._num_slots, self._num_slots - len(free) + count))
-        return len(free) >= count
-
-    def _leave_quarantine(self) -> None:
-        waiting = []
-        for layer, slot in self._quarantine:
-            if self._lane.unsettled(self._view(layer, slot)):
-                waiting.append((layer, slot))
-            else:
-                self._let_go(layer, np.array([slot]))
-        self._quarantine = waiting
 
     def _view(self, layer: int, slot: int) -> memoryview:
         size = self.layout.slot_bytes
@@ -248,12 +166,12 @@ class TieredArena(Arena):
         """For the writer. What is not in memory is not asked of this segment: the page was freed meanwhile, or another segment
         has stored it before."""
         with self._lock:
-            self._copy_out(layer, self._slots[layer, pages].T.ravel(), out)
+            self._copy_out(layer, self._table.slots[layer, pages].T.ravel(), out)
 
     def _stored(self, segment: Segment) -> None:
         with self._lock:
             own = [page for page in segment.pages if self._segments.get(page, (None, 0))[0] is segment]
-            self._durable[own] = True
+            self._table.durable[own] = True
             if not own:
                 self._writer.forget(segment, True)
 
@@ -261,12 +179,12 @@ class TieredArena(Arena):
 
     def new_slots(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """As `Arena.new_slots`."""
-        return torch.from_numpy(self._slots[layer, pages.cpu().numpy()]).to(pages.device)
+        return torch.from_numpy(self._table.slots[layer, pages.cpu().numpy()]).to(pages.device)
 
     def begin_step(self) -> None:
         """As `Arena.begin_step`: what was used two steps ago may be evicted now."""
         with self._lock:
-            self._clock += 1
+            self._table.begin_step()
 
     def locate(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """As `Arena.locate`. Reads what is not in memory, and waits for it."""
@@ -275,55 +193,43 @@ class TieredArena(Arena):
     def lease(self, layer: int, pages: torch.Tensor) -> SlotLease:
         """As `Arena.lease`. Reads what is not in memory, and waits for it."""
         wanted = pages.cpu().numpy()
-        owners = wanted * self.shape.kv_heads + np.arange(self.shape.kv_heads)[:, None]
-        slots = np.full(wanted.shape, EMPTY, np.int64)
-        held = np.zeros(self._num_slots, np.int32)
-        lease = SlotLease(torch.from_numpy(slots), lambda: self._unlease(layer, held))
-
-        def hold(found: np.ndarray) -> None:
-            """Under the lock, so that nobody evicts what was just found."""
-            np.add.at(held, found, 1)
-            np.add.at(self._leases[layer], found, 1)
-            self._used_at[layer, found] = self._clock
-
+        held: list[np.ndarray] = []
+        lease = SlotLease(pages, lambda: self._unlease(layer, held))
         with self._lock:
-            slots[:] = np.where(
-                wanted >= 0, self._slots[layer, np.maximum(wanted, 0), np.arange(len(owners[0]))[:, None]], EMPTY
-            )
-            hold(slots[slots >= 0])
-            absent = (wanted >= 0) & (slots < 0)
+            slots = self._table.find(layer, wanted)
+            self._hold(layer, slots, held)
+        absent = (wanted >= 0) & (slots < 0)
         if absent.any():
-            slots[absent] = self._bring(layer, owners[absent], hold)
-        lease.slots = lease.slots.to(pages.device)
+            owners = wanted * self.shape.kv_heads + np.arange(self.shape.kv_heads)[:, None]
+            slots[absent] = self._bring(layer, owners[absent], held)
+        lease.slots = torch.from_numpy(slots).to(pages.device)
         return lease
 
-    def _unlease(self, layer: int, held: np.ndarray) -> None:
-        with self._lock:
-            self._leases[layer] -= held
+    def _hold(self, layer: int, slots: np.ndarray, held: list[np.ndarray]) -> None:
+        """Lease slots, and note them. The lock is held, so that nobody evicts what was just found."""
+        found = slots[slots >= 0]
+        self._table.lease(layer, found)
+        held.append(found)
 
-    def _bring(self, layer: int, owners: np.ndarray, hold: Callable[[np.ndarray], None]) -> np.ndarray:
+    def _unlease(self, layer: int, held: list[np.ndarray]) -> None:
+        with self._lock:
+            for slots in held:
+                self._table.unlease(layer, slots)
+
+    def _bring(self, layer: int, owners: np.ndarray, held: list[np.ndarray]) -> np.ndarray:
         """Read blocks into slots of the arena, as many as there is room for; where each is then, or `EMPTY`."""
+        with self._lock:
+            places = self._table.take(layer, len(owners))
+            self._fetcher.counters.failed += len(owners) - len(places)
         found = np.full(len(owners), EMPTY, np.int64)
-        places: list[int] = []
-        try:
-            with self._lock:
-                self._make_free(layer, len(owners))
-                free = self._free_slots[layer]
-                while free and len(places) < len(owners):
-                    places.append(free.pop())
-                self._state[layer, places] = SlotState.FILLING
-                self._fetcher.counters.failed += len(owners) - len(places)
-        finally:
-            self._fill(layer, owners[: len(places)], places, found, hold)
+        self._fill(layer, owners[: len(places)], places, found, held)
         return found
 
-    def _fill(
-        self, layer: int, owners: np.ndarray, places: list[int], found: np.ndarray, hold: Callable[[np.ndarray], None]
-    ) -> None:
+    def _fill(self, layer: int, owners: np.ndarray, places: list[int], found: np.ndarray, held: list[np.ndarray]) -> None:
         views = [self._view(layer, place) for place in places]
         good = [False] * len(places)
         try:
-            self._memory.pin(self._touched)
+            self._memory.pin(self._table.touched)
             self._fetcher.fetch(layer, owners, views, _READ_TIMEOUT_S, good)
         except TierUnavailable:
             # Attention goes on without these blocks; the lane tells of the outage.
@@ -332,22 +238,23 @@ class TieredArena(Arena):
         finally:
             with self._lock:
                 for number, (owner, place) in enumerate(zip(owners.tolist(), places, strict=True)):
-                    page, head = divmod(owner, self.shape.kv_heads)
-                    if not good[number] and self._lane.unsettled(views[number]):
-                        self._state[layer, place] = SlotState.QUARANTINE
-                        self._quarantine.append((layer, place))
-                        self._fetcher.counters.quarantined += 1
-                    elif good[number] and self._slots[layer, page, head] < 0:
-                        self._slots[layer, page, head] = place
-                        self._own(layer, np.array([place]), np.array([owner]))
-                    else:
-                        self._let_go(layer, np.array([place]))
-                    if good[number]:
-                        found[number] = self._slots[layer, page, head]
-                hold(found[found >= 0])
+                    found[number] = self._filled(layer, owner, place, good[number])
+                self._hold(layer, found, held)
+
+    def _filled(self, layer: int, owner: int, place: int, good: bool) -> int:
+        """Settle what becomes of a slot that was to be filled; where the block is. The lock is held."""
+        table, (page, head) = self._table, divmod(owner, self.shape.kv_heads)
+        if good and table.slots[layer, page, head] < 0:
+            table.own(layer, np.array([place]), np.array([owner]))
+        elif not good and self._lane.unsettled(self._view(layer, place)):
+            table.put_aside(layer, place)
+            self._fetcher.counters.quarantined += 1
+        else:
+            table.let_go(layer, np.array([place]))  # somebody else has read the same block meanwhile, or it cannot be had
+        return int(table.slots[layer, page, head]) if good else EMPTY
 
     def _stored_in(self, page: int) -> tuple[Segment, int] | None:
-        return self._segments.get(page) if self._durable[page] else None
+        return self._segments.get(page) if self._table.durable[page] else None
 
     def _copy_out(self, layer: int, slots: np.ndarray, out: torch.Tensor) -> None:
         """Copy slots `(n,)` to `out`, but for those that are `EMPTY`. The lock is held."""
@@ -359,7 +266,7 @@ class TieredArena(Arena):
         pages, heads = np.divmod(owners, self.shape.kv_heads)
         blocks = returned_memory((len(owners), *self.layers[layer].shape[1:]), self.shape.dtype)
         with self._lock:
-            slots = self._slots[layer, pages, heads]
+            slots = self._table.slots[layer, pages, heads]
             self._copy_out(layer, slots, blocks)
             absent = np.flatnonzero(slots < 0)
             order = [(id(self._segments.get(int(pages[n]), (None, 0))[0]), heads[n], pages[n], n) for n in absent]
@@ -391,7 +298,7 @@ class TieredArena(Arena):
         """As `Arena.table`. Brings nothing in."""
         wanted = pages.cpu().numpy()
         with self._lock:
-            slots = self._slots[layer, np.maximum(wanted, 0)].transpose(0, 2, 1)
+            slots = self._table.slots[layer, np.maximum(wanted, 0)].transpose(0, 2, 1)
         return torch.from_numpy(np.where(wanted[:, None] >= 0, slots, EMPTY)).to(pages.device)
 
     def copy_to(self, layer: int, pages: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
@@ -428,22 +335,9 @@ class TieredArena(Arena):
     def faults(self) -> list[str]:
         """As `Arena.faults`."""
         with self._lock:
-            found = []
-            for layer, free in enumerate(self._free_slots):
-                state, owner = self._state[layer], self._owner[layer]
-                waiting = [slot for number, slot in self._quarantine if number == layer]
-                if sorted(free) != np.flatnonzero(state == SlotState.FREE).tolist():
-                    found.append(f"layer {layer}: the free list and the states of slots differ")
-                if sorted(waiting) != np.flatnonzero(state == SlotState.QUARANTINE).tolist():
-                    found.append(f"layer {layer}: the quarantine and the states of slots differ")
-                ready = np.flatnonzero(state == SlotState.READY)
-                pages, heads = np.divmod(owner[ready], self.shape.kv_heads)
-                if not (self._slots[layer, pages, heads] == ready).all() or (self._slots[layer] >= 0).sum() != len(ready):
-                    found.append(f"layer {layer}: the slots and their owners differ")
-            lost = [p for p in self._references if not self._durable[p] and (self._slots[:, p] < 0).any()]
-            if lost:
-                found.append(f"pages {lost} are neither in memory nor in the store")
-            return found
+            table = self._table
+            lost = [page for page in self._references if not table.durable[page] and (table.slots[:, page] < 0).any()]
+            return [*table.faults(), *([f"pages {lost} are neither in memory nor in the store"] if lost else [])]
 
     # The end
 
@@ -476,8 +370,8 @@ class TieredArena(Arena):
             self._lane.close()
         finally:
             with self._lock:
-                self._leave_quarantine()
-                if self._quarantine:
+                self._table.leave_quarantine()
+                if self._table.quarantine:
                     _abandoned.extend(self.layers)
             self._writer.join()
 

@@ -11,6 +11,7 @@ import torch
 
 from oasiskv import KVManager, Phase, segment_writer, tiered_arena
 from oasiskv.errors import ArenaExhausted, CapacityError, StateError, TierError, TierUnavailable
+from oasiskv.slot_table import SlotState
 from oasiskv.testing.faults import Fault, FaultKind, FaultPlan
 from oasiskv.testing.faulty import FaultyStore
 from oasiskv.testing.latency import LatencyStore
@@ -142,8 +143,8 @@ def test_a_late_write_lands_in_no_slot_that_is_free_or_holds_a_block():
         arena.begin_step()
     assert (arena.locate(0, pages) < 0).any()
     assert driver.manager.stats().quarantined_blocks > 0
-    assert (arena._state == tiered_arena.SlotState.QUARANTINE).any()
-    free = [slot for slots in (arena._free_slots[0],) for slot in slots]
+    assert (arena._table.state == SlotState.QUARANTINE).any()
+    free = list(arena._table.free[0])
     held = arena.layers[0][free].clone()
     plan.clear()
     time.sleep(0.6)
@@ -152,7 +153,7 @@ def test_a_late_write_lands_in_no_slot_that_is_free_or_holds_a_block():
         arena.begin_step()
         arena.locate(0, torch.tensor(sequence.pages[10:18]).expand(1, SHAPE.kv_heads, -1))
         arena.locate(0, torch.tensor(sequence.pages[20:28]).expand(1, SHAPE.kv_heads, -1))
-    assert not (arena._state[0] == tiered_arena.SlotState.QUARANTINE).any()
+    assert not (arena._table.state[0] == SlotState.QUARANTINE).any()
     driver.check()
     driver.manager.close()
 
