@@ -147,7 +147,7 @@ def test_ctrl_c_in_the_middle(model, cache):
     ids = prompt(1, 200)
 
     def interrupt(*_):
-        if cache.stats().decoded_tokens == 4:
+        if cache.stats().decoded_tokens >= 4:  # again, should one arrive where Python swallows it, as in a finaliser
             _thread.interrupt_main()
 
     handle = model.model.layers[1].register_forward_hook(interrupt)
