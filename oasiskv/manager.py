@@ -265,6 +265,12 @@ class KVManager:
         """The step that is neither committed nor aborted."""
         return self._open
 
+    def prompt_piece(self, most: int) -> int:
+        """Tokens of a prompt to read in one step: `most`, or what fits a third of an arena above a tier store, so that blocks can
+        be on their way to the store meanwhile."""
+        arena = self.rooms.arena
+        return max(1, min(most, arena.num_pages // 3 * self.config.block_size)) if arena.tiered else most
+
     # Reading
 
     def full_kv(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,13 +115,19 @@ class TieredArena(Arena):
         return True
 
     def _why_exhausted(self, needed: int) -> str:
+        count, have = needed // self.shape.kv_heads, self.num_pages * self.page_bytes
+        if needed > self._table.num_slots:
+            return (
+                f"{count} new blocks take {count * self.page_bytes} bytes, and arena_bytes is {have}: a prompt is read in "
+                f"pieces of at most {self.num_pages} blocks; read shorter ones (KVManager.prompt_piece), or raise arena_bytes"
+            )
         held = [page for page in self._references if self._table.slots[0, page, 0] >= 0]
         waiting = int((~self._table.durable[held]).sum()) * self.page_bytes
         reason = f"; the tier store fails: {self._writer.error}" if self._writer.error is not None else ""
         return (
-            f"the arena has no room for {needed // self.shape.kv_heads} blocks in all layers: of arena_bytes "
-            f"({self.num_pages * self.page_bytes}), {waiting} hold blocks that are not in the tier store yet, and the last two "
-            f"steps use others; raise arena_bytes, read prompts in shorter pieces, or lower segment_blocks{reason}"
+            f"the arena has no room for {count} blocks in all layers: of arena_bytes ({have}), {waiting} hold blocks that are "
+            "not in the tier store yet, and the last two steps use others; raise arena_bytes, read prompts in shorter pieces, "
+            f"or lower segment_blocks{reason}"
         )
 
     def release(self, pages: list[int]) -> list[int]:

@@ -64,7 +64,7 @@ class Pair:
     def prefill(self, ids: torch.Tensor, chunk: int, advance: Callable[[int], None] = lambda _: None) -> float:
         """Read `(1, num_tokens)` into both caches; returns the seconds that ours took. `advance` gets both caches' tokens."""
         seconds = 0.0
-        for piece in ids.split(chunk, dim=1):
+        for piece in ids.split(self.cache.manager.prompt_piece(chunk), dim=1):
             start = time.perf_counter()
             self._model(piece, **{self.cache.keyword: self.cache}, logits_to_keep=1)
             seconds += time.perf_counter() - start

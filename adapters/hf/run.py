@@ -229,7 +229,7 @@ class Session:
     def _prefill(self, cache: OasisCache, prompt: torch.Tensor, chunk: int, reporter: Reporter) -> float:
         start = time.perf_counter()
         reporter.start("reading the prompt", prompt.shape[1])
-        for piece in prompt.split(chunk, dim=1):
+        for piece in prompt.split(cache.manager.prompt_piece(chunk), dim=1):
             self.model(piece, **{cache.keyword: cache}, logits_to_keep=1)
             reporter.advance(piece.shape[1])
         reporter.finish()

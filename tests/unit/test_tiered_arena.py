@@ -105,9 +105,11 @@ def test_what_two_steps_use_is_not_evicted_for_more(driver):
 
 def test_an_arena_that_is_too_small_for_a_piece_of_prompt_says_so(driver):
     sequence = driver.create()
-    with pytest.raises(ArenaExhausted, match=r"no room for 31 blocks.*shorter pieces"):
+    with pytest.raises(ArenaExhausted, match=r"31 new blocks take 31744 bytes, and arena_bytes is 30720.*at most 30 blocks"):
         driver.run(Part(sequence, 4 * 31))
     driver.check()
+    assert driver.manager.prompt_piece(1000) == 40
+    assert driver.manager.prompt_piece(16) == 16
 
 
 def test_forks_share_segments_and_the_last_one_deletes_them(driver):
