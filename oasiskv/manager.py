@@ -266,8 +266,8 @@ class KVManager:
         return self._open
 
     def prompt_piece(self, most: int) -> int:
-        """Tokens of a prompt to read in one step: `most`, or what fits a third of an arena above a tier store, so that blocks can
-        be on their way to the store meanwhile."""
+        """Tokens of a prompt to read in one step: `most`, or what fits a third of an arena above a tier store, so that blocks
+        can be on their way to the store meanwhile."""
         arena = self.rooms.arena
         return max(1, min(most, arena.num_pages // 3 * self.config.block_size)) if arena.tiered else most
 
