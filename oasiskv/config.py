@@ -90,7 +90,7 @@ class OasisConfig:
                 self._require_int(name, minimum=1)
         for name in ("summary", "predictor"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
+            if not _is_text(value):
                 raise ConfigError(f"{name} is {value!r}; it must be the name of a registered plug-in")
         if self.calibration is not None and (not isinstance(self.calibration, str | PathLike) or not str(self.calibration)):
             raise ConfigError(f"calibration is {self.calibration!r}; it must be the path of a file, or None")

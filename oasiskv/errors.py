@@ -1,8 +1,17 @@
 """Every error that OasisKV raises on purpose. Each message names the field, the value and the fix."""
 
+from typing import Self
+
 
 class OasisError(Exception):
     """Base of all errors of this library."""
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> Self:
+        """The error that tells of `error`; `what` has failed."""
+        told = cls(f"{what} failed: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told
 
 
 class ConfigError(OasisError, ValueError):

@@ -18,6 +18,7 @@ from .types import ModelShape
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _RETURNED_BYTES = 1 << 20
+"""From here on `returned_memory` goes past `malloc`."""
 
 _REGISTER_BYTES = 64 << 20
 """Host memory that is page-locked at a time, over all layers."""

@@ -62,9 +62,7 @@ class WorkTicket(Ticket):
     def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
-            raise WorkerError(
-                f"the background work of layer {self._work.layer} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise WorkerError.of(f"the background work of layer {self._work.layer}", error)
 
 
 class InlineScheduler(TransferScheduler):

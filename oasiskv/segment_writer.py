@@ -58,12 +58,6 @@ def checksum(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def _wrapped(error: Exception) -> WorkerError:
-    wrapped = WorkerError(f"storing a segment failed: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
 class SegmentWriter:
     """Stores segments one after another, in the order they came, and tries those again that failed.
 
@@ -103,11 +97,6 @@ class SegmentWriter:
     def segment_bytes(self) -> int:
         """Of all layers."""
         return self._num_layers * self._layout.segment_bytes
-
-    @property
-    def pending(self) -> int:
-        """Segments that are not stored yet."""
-        return len(self._queue)
 
     @property
     def error(self) -> OasisError | None:
@@ -171,7 +160,7 @@ class SegmentWriter:
                     self.forget(segment, False)  # some of its objects may be there
             except Exception as error:  # noqa: BLE001 - it is tried again, and told to whoever waits for room
                 with self._change:
-                    self._error = error if isinstance(error, OasisError) else _wrapped(error)
+                    self._error = error if isinstance(error, OasisError) else WorkerError.of("storing a segment", error)
                     self._change.notify_all()
                     self._change.wait_for(lambda: self._closed, _PATIENCE_S)
                 continue

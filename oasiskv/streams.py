@@ -92,9 +92,7 @@ class StreamTicket(Ticket):
     def _raise(self) -> None:
         if self.error is not None:
             error, self.error = self.error, None
-            raise WorkerError(
-                f"the background work of layer {self._work.layer} failed: {type(error).__name__}: {error}"
-            ) from error
+            raise WorkerError.of(f"the background work of layer {self._work.layer}", error)
 
 
 class StreamScheduler(TransferScheduler):

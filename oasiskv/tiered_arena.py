@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Sequence
@@ -67,7 +66,6 @@ class TieredArena(Arena):
             lambda layer, slot: lane.unsettled(self._view(layer, slot)),
         )
         self._segments: dict[int, tuple[Segment, int]] = {}
-        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._fetcher = Fetcher(lane, layout, self._stored_in, self._lock)
         self._writer = SegmentWriter(lane, layout, shape.num_layers, self._sealed_blocks, self._stored, store)
@@ -206,10 +204,13 @@ class TieredArena(Arena):
             self._hold(layer, slots, held)
         absent = (wanted >= 0) & (slots < 0)
         if absent.any():
-            owners = wanted * self.shape.kv_heads + np.arange(self.shape.kv_heads)[:, None]
-            slots[absent] = self._bring(layer, owners[absent], held)
+            slots[absent] = self._bring(layer, self._owners(wanted)[absent], held)
         lease.slots = torch.from_numpy(slots).to(pages.device)
         return lease
+
+    def _owners(self, pages: np.ndarray) -> np.ndarray:
+        """Of blocks, `(S, kv_heads, K)` pages, as in `SlotTable`."""
+        return pages * self.shape.kv_heads + np.arange(self.shape.kv_heads)[:, None]
 
     def _hold(self, layer: int, slots: np.ndarray, held: list[np.ndarray]) -> None:
         """Lease slots, and note them. The lock is held, so that nobody evicts what was just found."""
@@ -264,7 +265,7 @@ class TieredArena(Arena):
 
     def _copy_out(self, layer: int, slots: np.ndarray, out: torch.Tensor) -> None:
         """Copy slots `(n,)` to `out`, but for those that are `EMPTY`. The lock is held."""
-        ops.copy_blocks(self.layers[layer], out, torch.from_numpy(slots.copy()), torch.arange(len(slots)))
+        ops.copy_blocks(self.layers[layer], out, torch.from_numpy(slots), torch.arange(len(slots)))
 
     def _gather(self, layer: int, owners: np.ndarray) -> torch.Tensor:
         """Blocks wherever they are, `(n, 2, block_size, head_dim)` on the host, without keeping them. Raises `SegmentLost`,
@@ -310,9 +311,8 @@ class TieredArena(Arena):
     def copy_to(self, layer: int, pages: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor) -> None:
         """As `Arena.copy_to`: past the arena, which does not fill up with what goes to the pool."""
         both = ((pages >= 0) & (slots >= 0)).cpu()
-        heads = torch.arange(self.shape.kv_heads)[:, None]
-        owners = (pages.cpu() * self.shape.kv_heads + heads)[both]
-        blocks = self._gather(layer, owners.numpy()).to(pool.device)
+        owners = self._owners(pages.cpu().numpy())[both.numpy()]
+        blocks = self._gather(layer, owners).to(pool.device)
         target = slots[both.to(slots.device)]
         ops.copy_blocks(blocks, pool, torch.arange(len(blocks), device=pool.device), target)
 
@@ -354,14 +354,14 @@ class TieredArena(Arena):
         self._lane.drain()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(f"the tier store was opened by process {self._pid}, and this is a fork of it; make a manager here")
+        if self._lane.forked:
+            raise StateError("the tier store was opened by the parent of this forked process; make a manager here")
 
     def close(self) -> None:
         """As `Arena.close`. What this arena has stored is deleted, as far as the store answers. In a forked child the store is
         left to the parent."""
         try:
-            if os.getpid() == self._pid:
+            if not self._lane.forked:
                 self._close_store()
         finally:
             self._segments.clear()

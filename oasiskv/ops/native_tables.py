@@ -118,6 +118,11 @@ class Transfers:
         return reference.publish_blocks(blocks, selected_at, rows, kept, places, new_blocks, stamps)
 
 
+def _require_errors(errors: Tensor, rows: Tensor, sequences: int, query_heads: int, head_dim: int) -> None:
+    require_shape("errors", errors, (errors.shape[0], query_heads, head_dim), "(table_rows, query_heads, head_dim)")
+    require_shape("rows", rows, (sequences,), "(sequences,)")
+
+
 class Guesses:
     """`guess_queries` and `learn_errors`."""
 
@@ -129,8 +134,7 @@ class Guesses:
         """As the reference."""
         sequences, query_rows, query_heads, head_dim = heads_shape("raw", raw)
         planes = require_turns(turns, sequences, query_rows)
-        require_shape("errors", errors, (errors.shape[0], query_heads, head_dim), "(table_rows, query_heads, head_dim)")
-        require_shape("rows", rows, (sequences,), "(sequences,)")
+        _require_errors(errors, rows, sequences, query_heads, head_dim)
         if not errors.dtype is turns.dtype is torch.float32:
             return reference.guess_queries(raw, errors, rows, turns)
         raw, errors, rows, turns = raw.float().contiguous(), errors.contiguous(), table("rows", rows), turns.contiguous()
@@ -166,8 +170,7 @@ class Guesses:
         sequences, query_rows, query_heads, head_dim = heads_shape("queries", queries)
         planes = require_turns(turns, sequences, query_rows)
         require_shape("guessed", guessed, tuple(queries.shape), "that of queries")
-        require_shape("errors", errors, (errors.shape[0], query_heads, head_dim), "(table_rows, query_heads, head_dim)")
-        require_shape("rows", rows, (sequences,), "(sequences,)")
+        _require_errors(errors, rows, sequences, query_heads, head_dim)
         require_shape("positions", positions, (sequences, query_rows), "(sequences, rows)")
         require_shape("guessed_positions", guessed_positions, (sequences, query_rows), "that of positions")
         if not errors.dtype is turns.dtype is torch.float32 or not errors.is_contiguous():

@@ -63,6 +63,11 @@ class TierLane:
         self._jobs = LaneJobs(self._thread, self._attempt, store_retries, partial(self._count, retries=1))
 
     @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, in which every call but `close` raises `StateError`."""
+        return self._thread.forked
+
+    @property
     def traits(self) -> TierTraits:
         """Those of the store."""
         return self._store.traits

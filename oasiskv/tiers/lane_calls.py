@@ -70,7 +70,7 @@ class LaneCalls:
         if isinstance(call.error, OasisError):
             raise call.error
         if call.error is not None:
-            raise WorkerError(f"the tier store failed: {type(call.error).__name__}: {call.error}") from call.error
+            raise WorkerError.of("the tier store", call.error)
         if call.result is None:
             raise StateError("the tier lane is closed; make a new one")
         return call.result

@@ -73,7 +73,7 @@ class LaneJobs:
         with self._changed:
             error, self._callback_error = self._callback_error, None
         if error is not None:
-            raise WorkerError(f"a callback of the tier lane failed: {type(error).__name__}: {error}") from error
+            raise WorkerError.of("a callback of the tier lane", error)
 
     def _begin(self, job: _Job) -> None:
         # Here and not in the task, since the order of tasks is nobody's promise.
@@ -95,8 +95,7 @@ class LaneJobs:
         except OasisError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 - it reaches the callback
-            error = WorkerError(f"the tier store failed: {type(failure).__name__}: {failure}")
-            error.__cause__ = failure
+            error = WorkerError.of("the tier store", failure)
         finally:
             ended.set()
             for key in job.keys:

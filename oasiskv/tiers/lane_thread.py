@@ -124,4 +124,4 @@ class LaneThread:
         if isinstance(error, OasisError):
             raise error
         if error is not None:
-            raise WorkerError(f"the lane of the tier store failed: {type(error).__name__}: {error}") from error
+            raise WorkerError.of("the lane of the tier store", error)

@@ -150,9 +150,7 @@ class WriteBehind:
         except TierError as error:
             return error
         except Exception as error:  # noqa: BLE001 - one that no store should raise reaches whoever flushes or finds no room
-            failure = TierUnavailable(f"{type(tier).__name__} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return failure
+            return TierUnavailable.of(type(tier).__name__, error)
         finally:
             self._writing[number] = []
             for entry in batch:
