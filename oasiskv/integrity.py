@@ -9,6 +9,7 @@ import torch
 
 from .errors import IntegrityError
 from .layout import pool_slots, selected_slots, sparse_rows
+from .pool import OwnPool
 from .sequence import Phase, Sequence
 from .types import EMPTY
 from .working_set import place_of, window_start
@@ -39,6 +40,9 @@ def _require(holds: bool, message: str) -> None:
 def _check_strips(manager: KVManager) -> None:
     pool = manager.rooms.pool
     owners = Counter(strip for sequence in manager.sequences for strip in sequence.strips)
+    if not isinstance(pool, OwnPool):
+        _require(all(count == 1 for count in owners.values()), "a strip was lent to two sequences")
+        return
     owners.update(pool.free_list)
     _require(
         owners == Counter(range(pool.num_strips)),
@@ -70,7 +74,7 @@ def _check_tables(manager: KVManager, sequence: Sequence) -> None:
     _require(strips[strips >= 0].tolist() == sequence.strips, f"{name}: the strip table differs")
     if sequence.phase is Phase.DENSE:
         _require(len(sequence.strips) * size >= sequence.length, f"{name}: {len(sequence.strips)} strips are too few")
-    else:
+    elif sequence.strips or not manager.rooms.pool.lent:
         _require(len(sequence.strips) == config.budget_blocks, f"{name}: {len(sequence.strips)} strips, not the budget")
     if sequence.phase is Phase.SPARSE:
         _require(sequence.summarised == sealed, f"{name}: {sequence.summarised} of {sealed} sealed blocks are summarised")

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from . import layout, ops, registry, room
+from . import adoption, layout, ops, registry, room
 from .abc import KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
+from .adoption import Adoption
 from .arena import Arena
 from .config import OasisConfig
 from .errors import InputError, IntegrityError, OasisError, StateError
 from .integrity import check_integrity
 from .log import event
 from .metrics import Counters, Stats
-from .pool import Pool
+from .pool import OwnPool, Pool
 from .refresh import Rooms
 from .scheduler import InlineScheduler, ThreadScheduler
 from .sequence import Phase, Sequence
@@ -76,6 +77,8 @@ class KVManager:
         projection: how the model makes queries, for predictors that look a layer ahead (`Step.hint`).
         tier: a store below the arena, in place of `config.tier`; made for `SegmentLayout.of(shape, config)` and not open yet.
         trace: takes what runs when (`Trace.save`), if there is one.
+        pool: slots in memory of a serving engine (`LentPool`), in place of a pool of its own. Sequences then own no strips but those
+            that are lent to them, and are never dense.
     """
 
     @_persistent
@@ -87,6 +90,7 @@ class KVManager:
         projection: QueryProjection | None = None,
         tier: TierStore | None = None,
         trace: Trace | None = None,
+        pool: Pool | None = None,
     ) -> None:
         config = config or OasisConfig()
         self.shape = shape
@@ -98,7 +102,7 @@ class KVManager:
         self.rooms = Rooms(
             shape=shape,
             config=config,
-            pool=Pool(shape, config.block_size, config.pool_bytes, config.poison_freed),
+            pool=pool or OwnPool(shape, config.block_size, config.pool_bytes, config.poison_freed),
             arena=_arena(shape, config, tier, trace),
             sets=WorkingSets(shape, config, predictor.prompt_rows),
             summary=summary,
@@ -130,7 +134,8 @@ class KVManager:
             self.rooms.sets.reserve_rows(rows)
             self.rooms.predictor.reserve_rows(rows)
             self._free_rows.extend(range(rows - 1, capacity - 1, -1))
-        sequence = Sequence(self._free_rows.pop())
+        phase = Phase.UNSETTLED if self.rooms.pool.lent else Phase.DENSE
+        sequence = Sequence(self._free_rows.pop(), phase=phase)
         self.rooms.sets.set_pages(sequence.row, 0, [])
         self.rooms.sets.selected.clear(sequence.row)
         self.rooms.predictor.clear_row(sequence.row)
@@ -153,10 +158,13 @@ class KVManager:
 
     @_persistent
     def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied."""
+        """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied. Raises `StateError` if the
+        pool is lent: `branch` needs no strips."""
         self._check_idle(sequence)
+        rooms, pool = self.rooms, self.rooms.pool
+        if not isinstance(pool, OwnPool):
+            raise StateError("the pool is lent by a serving engine, and has no strips for a fork; use branch")
         self.drain()
-        rooms = self.rooms
         strips = room.take(self, len(sequence.strips), keep=sequence)
         try:
             child = self.create()
@@ -169,7 +177,7 @@ class KVManager:
         rooms.arena.share(child.pages)
         child.strips = strips
         rooms.sets.set_strips(child.row, strips)
-        rooms.sets.copy_row(sequence.row, child.row, lambda slots: rooms.pool.moved(slots, sequence.strips, strips))
+        rooms.sets.copy_row(sequence.row, child.row, lambda slots: pool.moved(slots, sequence.strips, strips))
         rooms.predictor.copy_row(sequence.row, child.row)
         source, target = layout.pool_slots(self.rooms, sequence.strips), layout.pool_slots(self.rooms, strips)
         ops.copy_blocks(rooms.pool.slots, rooms.pool.slots, source, target)
@@ -198,13 +206,79 @@ class KVManager:
         self.rooms.sets.set_pages(sequence.row, sealed, [])
         sequence.summarised = min(sequence.summarised, sealed)
         sequence.length = length
-        if sequence.phase is not Phase.DENSE and length <= self.config.budget_tokens:
+        if sequence.phase is not Phase.DENSE and length <= self.config.budget_tokens and not self.rooms.pool.lent:
             become_dense(self, sequence, tail)
             room.trim(self, sequence)
         else:
             self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
             room.trim(self, sequence)
             lay_out_again(self, sequence, tail, first=sealed)  # a dense one has its blocks in place
+
+    # Sequences that another engine begins
+
+    @_persistent
+    def adopt(self, sequence: Sequence, num_blocks: int) -> Adoption:
+        """Take over sealed blocks that were computed elsewhere; they follow what the sequence has.
+
+        Raises:
+            InputError: no blocks.
+            StateError: the pool is not lent, or the sequence holds lent strips.
+            ArenaExhausted: no room for them.
+        """
+        self._check_idle(sequence)
+        return Adoption(self, sequence, num_blocks)
+
+    @torch.no_grad()
+    def observe(
+        self,
+        layer: int,
+        sequences: Sequences[Sequence],
+        queries: torch.Tensor,
+        num_tokens: list[int],
+        first_positions: list[int],
+        scale: float | None = None,
+    ) -> None:
+        """See the queries of tokens whose attention somebody else computes: they choose the first working set, and tell the summary
+        which directions matter.
+
+        Args:
+            queries: `(num_rows, query_heads, head_dim)` after rotary embedding, `num_tokens[i]` rows of each sequence in turn.
+            first_positions: of each sequence's first row.
+            scale: as for `Step.attend`.
+        """
+        if scale is not None:
+            self.rooms.sets.scales[layer] = scale
+        adoption.observe(self, layer, sequences, queries, num_tokens, first_positions)
+
+    @_persistent
+    def lend(self, sequence: Sequence, strips: list[int], tail: torch.Tensor | None = None, tail_tokens: int = 0) -> None:
+        """Give a sequence strips of a `LentPool`, so that it can take part in steps. Its next decode step chooses the working set.
+
+        Args:
+            strips: `config.budget_blocks` of them, which nobody else uses until `reclaim` or `free`.
+            tail: `(num_layers, kv_heads, 2, block_size, head_dim)`, the block that is not full yet.
+            tail_tokens: how many tokens of it there are; they follow the sealed ones.
+
+        Raises:
+            InputError: another number of strips, or of tokens in the tail.
+            StateError: the pool is not lent, or the sequence has strips.
+        """
+        self._check_idle(sequence)
+        adoption.lend(self, sequence, strips, tail, tail_tokens)
+
+    @_persistent
+    def reclaim(self, sequence: Sequence) -> None:
+        """Take lent strips away; they may belong to others already, and are not read. The sequence keeps its sealed blocks, and
+        forgets the tokens of its tail. Without strips there is nothing to do."""
+        self._check_idle(sequence)
+        adoption.reclaim(self, sequence)
+
+    @_persistent
+    def branch(self, sequence: Sequence, length: int) -> Sequence:
+        """A new sequence that shares the first `length` tokens, whole blocks, and has no strips. Raises `InputError` for other
+        lengths."""
+        self._check_idle(sequence)
+        return adoption.branch(self, sequence, length)
 
     # Steps
 

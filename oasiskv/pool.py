@@ -1,6 +1,8 @@
-"""The device pool: slots in one tensor, handed out in strips."""
+"""Pools of the device: slots in one tensor, handed out in strips."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -9,24 +11,65 @@ from .errors import ConfigError, PoolExhausted
 from .types import EMPTY, ModelShape
 
 
-class Pool:
-    """Slots on the device. A *strip* is one slot for every kv head in every layer: strip `i` is the slots
-    `i * layers * kv_heads ...`, layer by layer. Sequences hold strips; which block of which layer and head lies in a strip's
-    slots is the working set's business.
+class Pool(ABC):
+    """Slots on the device. A *strip* is one slot for every kv head in every layer. Sequences hold strips; which block of which layer
+    and head lies in a strip's slots is the working set's business.
 
     Attributes:
         slots: `(num_slots, 2, block_size, head_dim)`.
     """
 
-    def __init__(self, shape: ModelShape, block_size: int, limit_bytes: int | None, poison: bool) -> None:
+    lent = False
+    """Whether the memory is somebody else's, who lends strips to sequences."""
+
+    def __init__(self, shape: ModelShape, block_size: int, slots: torch.Tensor) -> None:
         self.shape = shape
         self.block_size = block_size
+        self.slots = slots
+
+    @property
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes of memory that the pool itself has taken."""
+
+    @property
+    def free_strips(self) -> int:
+        """Strips that `allocate` can give without growing."""
+        return 0
+
+    @abstractmethod
+    def can_allocate(self, count: int) -> bool:
+        """Whether `allocate(count)` would succeed."""
+
+    @abstractmethod
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` strips, all or none."""
+
+    @abstractmethod
+    def release(self, strips: list[int]) -> None:
+        """Give strips back."""
+
+    @abstractmethod
+    def slots_of(self, strips: torch.Tensor) -> torch.Tensor:
+        """The slots of strips in each layer and kv head, `(layers, kv_heads)` in front of their dimensions; those of `EMPTY`
+        mean nothing."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.slots = self.slots[:0]
+
+
+class OwnPool(Pool):
+    """A pool with memory of its own. Strip `i` is the slots `i * layers * kv_heads ...`, layer by layer."""
+
+    def __init__(self, shape: ModelShape, block_size: int, limit_bytes: int | None, poison: bool) -> None:
         self.strip_slots = shape.num_layers * shape.kv_heads
         self.strip_bytes = self.strip_slots * shape.slot_bytes(block_size)
         self._poison = poison
         self._limit = limit_bytes
         self._free: list[int] = []
         self.num_strips = 0
+        super().__init__(shape, block_size, torch.empty(0))
         self.slots = self._empty(0)
         if limit_bytes is not None:
             if limit_bytes < self.strip_bytes:

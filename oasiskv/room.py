@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .errors import StateError
 from .sequence import Phase, Sequence
 from .settling import become_dense, settle
 
@@ -50,12 +51,18 @@ def make_room(
     Returns:
         Which of the sequences are dense in this step.
 
+    A lent pool has no strips to give: its sequences hold theirs, and are never dense.
+
     Raises:
+        StateError: a sequence of a lent pool has no strips.
         PoolExhausted: with all sequences sparse there would still be too few strips. Nothing has changed then.
         TierError: blocks that must be read are lost.
     """
     config = manager.config
     size, budget = config.block_size, config.budget_blocks
+    if manager.rooms.pool.lent:
+        _settle_lent(manager, sequences, decoding)
+        return [False] * len(sequences)
     for sequence, tokens in zip(sequences, num_tokens, strict=True):
         # Rejected drafts, or a step that was aborted, made it sparse.
         if sequence.phase is not Phase.DENSE and sequence.length + tokens <= config.budget_tokens:
@@ -88,6 +95,15 @@ def make_room(
     if settling:
         settle(manager, settling)
     return [claim.dense for claim in claims]
+
+
+def _settle_lent(manager: KVManager, sequences: list[Sequence], decoding: list[bool]) -> None:
+    """Settle the sequences of a lent pool that decode for the first time, or after more prompt."""
+    if not all(sequence.strips for sequence in sequences):
+        raise StateError("a sequence has no strips in the lent pool; lend it some before the step (KVManager.lend)")
+    waiting = [s for s, decodes in zip(sequences, decoding, strict=True) if decodes and s.phase is Phase.UNSETTLED]
+    if waiting:
+        settle(manager, waiting)
 
 
 def _victims(manager: KVManager, claims: list[_Claim], more: int, inside: set[int]) -> list[Sequence]:

@@ -5,7 +5,7 @@ import torch
 
 from oasiskv import ModelShape, huge_pages
 from oasiskv.host_memory import HostMemory
-from oasiskv.pool import Pool
+from oasiskv.pool import OwnPool
 
 CPU = torch.device("cpu")
 LARGE = (3, 1 << 20)
@@ -55,7 +55,7 @@ def test_systems_without_huge_pages_are_left_alone(monkeypatch, change):
 
 def test_a_pool_that_grows_keeps_what_it_holds():
     shape = ModelShape(num_layers=4, query_heads=4, kv_heads=4, head_dim=64)
-    pool = Pool(shape, 16, None, False)
+    pool = OwnPool(shape, 16, None, False)
     (strip,) = pool.allocate(1)
     pool.slots[:16] = 5.0
     pool.allocate(40)

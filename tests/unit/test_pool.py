@@ -6,14 +6,14 @@ import torch
 
 from oasiskv import ModelShape
 from oasiskv.errors import CapacityError, ConfigError, PoolExhausted
-from oasiskv.pool import Pool
+from oasiskv.pool import OwnPool
 
 SHAPE = ModelShape(num_layers=2, query_heads=4, kv_heads=2, head_dim=8)
 STRIP_BYTES = 2 * 2 * (2 * 4 * 8 * 4)
 
 
 def make_pool(strips=None, poison=False):
-    return Pool(SHAPE, 4, None if strips is None else strips * STRIP_BYTES, poison)
+    return OwnPool(SHAPE, 4, None if strips is None else strips * STRIP_BYTES, poison)
 
 
 @pytest.mark.parametrize("strips", [None, 12])
@@ -62,7 +62,7 @@ def test_freed_strips_are_used_before_the_pool_grows():
 
 
 def test_a_limit_is_allocated_at_once_and_never_exceeded():
-    pool = Pool(SHAPE, 4, 5 * STRIP_BYTES + STRIP_BYTES - 1, poison=False)
+    pool = OwnPool(SHAPE, 4, 5 * STRIP_BYTES + STRIP_BYTES - 1, poison=False)
     assert pool.num_strips == 5
     assert pool.allocated_bytes == 5 * STRIP_BYTES
     pool.allocate(5)
@@ -84,7 +84,7 @@ def test_exhaustion_takes_nothing_and_says_the_bytes_that_would_do():
     assert needed == 7 * STRIP_BYTES
     assert f"now {5 * STRIP_BYTES}" in message
     assert "pool_bytes" in message
-    bigger = Pool(SHAPE, 4, needed, poison=False)
+    bigger = OwnPool(SHAPE, 4, needed, poison=False)
     bigger.allocate(3)
     bigger.allocate(4)
 
@@ -96,7 +96,7 @@ def test_exhaustion_is_a_memory_error():
 
 def test_a_limit_below_one_strip_is_refused():
     with pytest.raises(ConfigError, match=f"pool_bytes is {STRIP_BYTES - 1}, less than .*: {STRIP_BYTES} bytes"):
-        Pool(SHAPE, 4, STRIP_BYTES - 1, poison=False)
+        OwnPool(SHAPE, 4, STRIP_BYTES - 1, poison=False)
 
 
 def test_poison_marks_fresh_and_freed_slots_and_spares_the_others():

@@ -1,0 +1,217 @@
+"""The KV connector: vLLM's hooks on both sides, each handed to who knows what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from oasiskv.errors import ConfigError, UnsupportedModel
+from oasiskv.host_memory import physical_bytes
+
+from .block_manager import LendingBlockManager
+from .device_blocks import BlockReader, check_layout
+from .ledger import Ledger
+from .messages import Acknowledgement, StepMessage
+from .settings import Settings, extra_config
+from .spec import OasisSpec
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_HOST_SHARE = 2
+"""Without arena_bytes, the arenas of all workers may take one part in so many of the machine's memory."""
+
+_DRAFT_FIRST, _DRAFT_LAST = 1, 1024
+"""What a draft model's layers keep of a request that was handed over: first device blocks, and last tokens."""
+
+
+class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Made by vLLM once in the scheduler and once in each worker."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = extra_config(vllm_config)
+        assert extra is not None
+        self._group = _our_group(kv_cache_config)
+        spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
+        self._settings = Settings.of(extra, spec.block_size)
+        self._ledger: Ledger | None = None
+        self.worker: Worker | None = None
+
+    # The scheduler's side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Open the books, and give them to the block manager."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        manager = kv_cache_manager.coordinator.single_type_managers[self._group]
+        assert isinstance(manager, LendingBlockManager)
+        config, core, size = self._vllm_config, self._settings.core, self._settings.device_block
+        drafts = config.speculative_config is not None and config.speculative_config.draft_model_config is not None
+        manager.ledger = self._ledger = Ledger(
+            handover_tokens=self._settings.handover_tokens,
+            block_size=size,
+            lent_blocks=self._settings.lent_blocks,
+            host_blocks=self._host_blocks(),
+            max_model_len=config.model_config.max_model_len,
+            kept_first=_DRAFT_FIRST if drafts else 0,
+            kept_last=-(-_DRAFT_LAST // size) if drafts else 0,
+            restores=len(self._kv_cache_config.kv_cache_groups) == 1,
+            shares=bool(config.cache_config.enable_prefix_caching),
+        )
+        del core
+
+    def _host_blocks(self) -> int:
+        """Device blocks' worth of tokens that the arena of a worker holds."""
+        group = self._kv_cache_config.kv_cache_groups[self._group]
+        spec = group.kv_cache_spec
+        page = (
+            sum(spec.kv_cache_specs[name].page_size_bytes for name in group.layer_names)
+            if isinstance(spec, UniformTypeKVCacheSpecs)
+            else spec.page_size_bytes * len(group.layer_names)
+        )
+        workers = self._vllm_config.parallel_config.tensor_parallel_size
+        return (self._settings.core.arena_bytes or physical_bytes() // _HOST_SHARE // workers) // page
+
+    @property
+    def _books(self) -> Ledger:
+        assert self._ledger is not None
+        return self._ledger
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived."""
+        self._books.add(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """What the host has of a request; it is there at once."""
+        return self._books.external_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """A request begins, or resumes."""
+        self._books.admit(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMessage:
+        """The message of this step."""
+        assert self._kv_cache_manager is not None
+        manager = self._kv_cache_manager
+        return self._books.message(scheduler_output, lambda request_id: manager.get_block_ids(request_id)[self._group])
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The workers' answer."""
+        answer = connector_output.kv_connector_worker_meta
+        if isinstance(answer, Acknowledgement):
+            self._books.acknowledge(answer.stored)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over; its device blocks are free at once, since what the host keeps is there already."""
+        self._books.finish(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`."""
+        self._books.finish(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Forget what is on the host."""
+        self._books.forget()
+        return True
+
+    # The worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The device memory is there: make the manager over it."""
+        group = self._kv_cache_config.kv_cache_groups[self._group]
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention, group.layer_names)
+        names = [name for name in group.layer_names if name in _target_layers(self._vllm_config, layers)]
+        caches = {name: kv_caches[name] for name in names}
+        for name, cache in caches.items():
+            check_layout(name, cache)
+        first = layers[names[0]]
+
+        def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, mapping: torch.Tensor) -> None:
+            first.impl.do_kv_cache_update(first, keys, values, cache, mapping)
+
+        reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
+        self.worker = Worker(self._settings.core, caches, first.num_heads, reader)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The first hook of a step: obey its message before anything is overwritten."""
+        assert isinstance(kv_connector_metadata, StepMessage)
+        if self.worker is not None:
+            self.worker.obey(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing to start: loads of a layer begin with the attention of the step before."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for here: the attention of a layer waits for the layer's own ticket."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Start to copy the blocks of a layer that are full now."""
+        if self.worker is not None:
+            self.worker.copy_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: blocks are freed only after the copies were acknowledged."""
+
+    def build_connector_worker_meta(self) -> Acknowledgement | None:
+        """What has arrived on the host since the last step."""
+        stored = self.worker.take_stored() if self.worker is not None else {}
+        return Acknowledgement(stored) if stored else None
+
+    def shutdown(self) -> None:
+        """Stop the background work and give the host memory back."""
+        if self.worker is not None:
+            self.worker.close()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Attention of handed-over requests is Python: graphs may cover what lies between."""
+        return True
+
+
+def _our_group(kv_cache_config: KVCacheConfig) -> int:
+    """The KV cache group whose layers OasisKV can attend for."""
+    ours = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        specs: Iterable[object] = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        if any(isinstance(one, OasisSpec) for one in specs):
+            ours.append(number)
+    if len(ours) != 1:
+        raise UnsupportedModel(
+            f"vLLM made {len(ours)} KV cache groups of layers with full attention that OasisKV can serve, and it needs exactly one. "
+            "On CUDA, also pass --attention-backend CUSTOM"
+        )
+    return ours[0]
+
+
+def _target_layers(vllm_config: VllmConfig, layers: dict[str, Attention]) -> set[str]:
+    """The layers of the model itself, without those of a draft model."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    count = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    names = {name for name in layers if not name.startswith("draft_model.") and extract_layer_index(name) < count}
+    if not names:
+        raise ConfigError(f"none of the layers {sorted(layers)} belongs to the model")
+    return names

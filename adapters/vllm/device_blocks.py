@@ -1,0 +1,81 @@
+"""vLLM's KV cache tensors seen from outside: as slots of ours, and as keys and values in whatever order its kernels keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from oasiskv.errors import ConfigError
+
+_DIGIT = 64
+"""Base of the numbers that mark places: exact in every dtype of a KV cache."""
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`write(keys, values, cache, slot_mapping)` stores tokens the way the attention backend does."""
+
+
+def storage_of(cache: torch.Tensor) -> torch.Tensor:
+    """All of the memory behind a KV cache tensor, in its dtype, flat."""
+    everything = torch.empty(0, dtype=cache.dtype, device=cache.device)
+    return everything.set_(cache.untyped_storage())
+
+
+def check_layout(name: str, cache: torch.Tensor) -> None:
+    """Raises `ConfigError` unless a cache is `(blocks, kv_heads, tokens, 2 * head_dim)` with every block of a layer in one piece."""
+    if cache.ndim == 4:
+        _, heads, tokens, content = cache.shape
+        if cache.stride()[1:] == (tokens * content, content, 1):
+            return
+    raise ConfigError(
+        f"the KV cache of layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; OasisKV needs blocks of "
+        "(kv_heads, tokens, 2 * head_dim) in one piece. Set VLLM_KV_CACHE_LAYOUT=LBHNC"
+    )
+
+
+class BlockReader:
+    """Reads blocks of a layer as keys and values.
+
+    Kernels keep the tokens of a block as they like: transposed, packed in pairs. Which element lies where is learned once, by storing
+    numbered tokens into a scratch block.
+
+    Args:
+        cache: `(blocks, kv_heads, tokens, 2 * head_dim)`, of any layer; only its shape and dtype matter.
+        write: stores tokens as the backend does, without scaling.
+        block_size: tokens of a block of ours, a divisor of the device block's.
+    """
+
+    def __init__(self, cache: torch.Tensor, write: Write, block_size: int) -> None:
+        _, self._heads, self._tokens, content = cache.shape
+        self._head_dim = content // 2
+        self._block_size = block_size
+        self._order = self._learn(cache, write)
+
+    def _learn(self, cache: torch.Tensor, write: Write) -> torch.Tensor:
+        """Where in a block of one head the elements of `(key or value, token, channel)` lie."""
+        shape = (2, self._tokens, self._head_dim)
+        count = 2 * self._tokens * self._head_dim
+        numbers = torch.arange(count, device=cache.device)
+        scratch = torch.zeros((2, *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
+        mapping = torch.arange(self._tokens, 2 * self._tokens, device=cache.device)
+        found = torch.zeros((self._heads, count), dtype=torch.int64, device=cache.device)
+        unit = 1
+        while unit < count:
+            digits = (numbers // unit % _DIGIT).view(shape).to(cache.dtype)
+            both = digits[:, :, None].expand(2, self._tokens, self._heads, self._head_dim).contiguous()
+            write(both[0], both[1], scratch, mapping)
+            found += scratch[1].reshape(self._heads, -1).round().long() * unit
+            unit *= _DIGIT
+        if not (found.sort(dim=1).values == numbers).all() or not (found == found[0]).all():
+            raise ConfigError(
+                f"the attention backend keeps blocks of {self._tokens} tokens, {self._heads} kv heads and {cache.dtype} in a way that "
+                "OasisKV cannot read; use another --block-size or --kv-cache-dtype auto"
+            )
+        return found[0].argsort()
+
+    def read(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Device blocks as blocks of ours, `(len(blocks) * r, kv_heads, 2, block_size, head_dim)` with `r` of them in each."""
+        count, parts = len(blocks), self._tokens // self._block_size
+        raw = cache[blocks].reshape(count, self._heads, -1).index_select(2, self._order)
+        both = raw.view(count, self._heads, 2, parts, self._block_size, self._head_dim)
+        return both.permute(0, 3, 1, 2, 4, 5).reshape(count * parts, self._heads, 2, self._block_size, self._head_dim)

@@ -1,0 +1,291 @@
+"""The worker's side: sequences of a `KVManager` beside vLLM's requests, and the step that both take together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from oasiskv import KVManager, OasisConfig
+from oasiskv.abc import LayerWork, Ticket
+from oasiskv.adoption import Adoption
+from oasiskv.errors import IntegrityError
+from oasiskv.lent_pool import LentPool
+from oasiskv.sequence import Sequence
+from oasiskv.step import Step
+from oasiskv.types import ModelShape
+
+from .device_blocks import BlockReader, storage_of
+from .messages import Row, Start, StepMessage
+
+
+@dataclass
+class Plan:
+    """Whose the rows of a batch are; the same for all layers of a step.
+
+    Attributes:
+        step: of the requests that OasisKV attends to, if there are any.
+        ours: their tokens in the batch.
+        dense: numbers of the requests that vLLM attends to.
+        watched: sequences that are recorded while vLLM attends.
+        watched_tokens: their tokens in the batch, one sequence after another; `counts` of each, the first at position `starts`.
+    """
+
+    step: Step | None = None
+    ours: torch.Tensor | None = None
+    dense: list[int] = field(default_factory=list)
+    watched: list[Sequence] = field(default_factory=list)
+    watched_tokens: torch.Tensor | None = None
+    counts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """Obeys the scheduler's messages, and attends for the requests that were handed over.
+
+    Args:
+        config: of the `KVManager`.
+        caches: `(blocks, kv_heads, tokens, 2 * head_dim)` by layer, in the order in which the layers run.
+        query_heads: of a layer, on this worker.
+        reader: of the caches' blocks.
+    """
+
+    def __init__(self, config: OasisConfig, caches: dict[str, torch.Tensor], query_heads: int, reader: BlockReader) -> None:
+        first = next(iter(caches.values()))
+        _, kv_heads, self.block_size, content = first.shape
+        shape = ModelShape(
+            num_layers=len(caches),
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=content // 2,
+            dtype=first.dtype,
+            device=first.device,
+        )
+        self._numbers = {name: number for number, name in enumerate(caches)}
+        self._caches = list(caches.values())
+        self._reader = reader
+        with torch.inference_mode(False):
+            self.manager = KVManager(shape, config, pool=_pool(shape, config.block_size, self._caches))
+        self._sequences: dict[int, Sequence] = {}
+        self._step: Step | None = None
+        self._step_keys: list[int] = []
+        self._copies: list[_Copy] = []
+        self._tickets: list[Ticket] = []
+        self._stored: dict[int, int] = {}
+        self._owners: dict[int, Row] = {}
+
+    def layer_number(self, name: str) -> int | None:
+        """Which of our layers this is; `None` for others, such as a draft model's."""
+        return self._numbers.get(name)
+
+    # Between the steps
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def obey(self, message: StepMessage) -> None:
+        """Begin a step as the scheduler says."""
+        self._close_step(message.lengths)
+        self._finish_copies()
+        for key in message.reclaimed:
+            self.manager.reclaim(self._sequences[key])
+        for start in message.starts:
+            self._sequences[start.key] = self._start(start)
+        for key in message.dropped:
+            self.manager.free(self._sequences.pop(key))
+        for row in message.rows.values():
+            if row.lent and not self._sequences[row.key].strips:
+                self._take_over(row)
+            if row.copy:
+                self._begin_copy(row)
+        self._owners = {block: row for row in message.rows.values() for block in row.tail}
+
+    def _start(self, start: Start) -> Sequence:
+        if start.source is None:
+            return self.manager.create()
+        return self.manager.branch(self._sequences[start.source], start.blocks * self.block_size)
+
+    def _take_over(self, row: Row) -> None:
+        """Attend for a request from now on. All but the tail of what it has is on the host."""
+        sequence, manager, size = self._sequences[row.key], self.manager, self.manager.config.block_size
+        tail, left = None, row.computed % self.block_size
+        if sequence.length > row.computed - left:
+            manager.crop(sequence, row.computed - left)
+        if sequence.length != row.computed - left:
+            raise IntegrityError(f"the host has {sequence.length} tokens of a request that needs {row.computed - left}")
+        if left:
+            block = torch.tensor(row.tail[:1])
+            parts = torch.stack([self._reader.read(cache, block) for cache in self._caches])
+            full = left // size
+            if full:
+                adoption = manager.adopt(sequence, full)
+                for layer in range(len(parts)):
+                    adoption.write(layer, parts[layer, :full])
+                adoption.commit()
+            tail = parts[:, full] if left % size else None
+        manager.lend(sequence, self._pool.strips_of(row.lent), tail, left % size)
+
+    @property
+    def _pool(self) -> LentPool:
+        pool = self.manager.rooms.pool
+        assert isinstance(pool, LentPool)
+        return pool
+
+    # Copies to the host
+
+    def _begin_copy(self, row: Row) -> None:
+        sequence, parts = self._sequences[row.key], self.block_size // self.manager.config.block_size
+        if sequence.length > row.copy_from * self.block_size:
+            self.manager.crop(sequence, row.copy_from * self.block_size)
+        adoption = self.manager.adopt(sequence, len(row.copy) * parts)
+        self._copies.append(_Copy(row.key, adoption, torch.tensor(row.copy)))
+
+    def copy_layer(self, name: str) -> None:
+        """Copy what is full now of a layer to the host, in the background."""
+        number = self._numbers.get(name)
+        if number is not None and self._copies:
+            work = _CopyLayer(number, self._caches[number], self._reader, self._copies)
+            self._tickets.append(self.manager.scheduler.submit(work))
+
+    def _finish_copies(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+        for copy in self._copies:
+            copy.adoption.commit()
+            self._stored[copy.key] = self._sequences[copy.key].length // self.block_size
+        self._tickets, self._copies = [], []
+
+    def take_stored(self) -> dict[int, int]:
+        """Device blocks' worth of tokens on the host, by key, where that has changed since the last call."""
+        stored, self._stored = self._stored, {}
+        return stored
+
+    # The step
+
+    def plan(self, starts: list[int], lengths: list[int], tables: torch.Tensor) -> Plan:
+        """Divide a batch, and open the step of the requests that OasisKV attends to.
+
+        Args:
+            starts: first token of every request in the batch, and the end of the last one.
+            lengths: tokens of every request after this step.
+            tables: `(requests, blocks)` device blocks.
+        """
+        plan = Plan()
+        handed: list[tuple[Row, int]] = []
+        for number, length in enumerate(lengths):
+            tokens = starts[number + 1] - starts[number]
+            row = self._row_of(tables[number], length - tokens) if tokens else None
+            if row is not None and (row.computed, row.tokens) != (length - tokens, tokens):
+                raise IntegrityError(
+                    f"a request has {tokens} tokens after {length - tokens}, and the scheduler said {row.tokens} after {row.computed}"
+                )
+            if row is not None and row.lent:
+                handed.append((row, starts[number]))
+                continue
+            if tokens:
+                plan.dense.append(number)
+            if row is not None:
+                plan.watched.append(self._sequences[row.key])
+                plan.counts.append(tokens)
+                plan.starts.append(row.computed)
+                own = torch.arange(starts[number], starts[number] + tokens)
+                plan.watched_tokens = own if plan.watched_tokens is None else torch.cat([plan.watched_tokens, own])
+        if handed:
+            self._open_step([row for row, _ in handed])
+            plan.step = self._step
+            plan.ours = torch.cat([torch.arange(start, start + row.tokens) for row, start in handed])
+        return plan
+
+    def _row_of(self, table: torch.Tensor, position: int) -> Row | None:
+        return self._owners.get(int(table[position // self.block_size]))
+
+    def lent_row(self, table: torch.Tensor, length: int) -> Row | None:
+        """The row of a request that was handed over, by its last block; draft models run some tokens ahead of the step."""
+        row = self._row_of(table, length - 1)
+        return row if row is not None and row.lent else None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _open_step(self, rows: list[Row]) -> None:
+        sequences = [self._sequences[row.key] for row in rows]
+        self._step = self.manager.begin_step(sequences, [row.tokens for row in rows], [row.drafts for row in rows])
+        self._step_keys = [row.key for row in rows]
+
+    def watch(self, number: int, plan: Plan, queries: torch.Tensor, scale: float) -> None:
+        """Let the manager see the queries of requests that are recorded, in a batch."""
+        assert plan.watched_tokens is not None
+        own = queries[plan.watched_tokens]
+        self.manager.observe(number, plan.watched, own, plan.counts, plan.starts, scale)
+
+    def attend(
+        self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention of the requests that were handed over, as `Step.attend`. A step without drafts ends with its last layer."""
+        step = self._step
+        assert step is not None
+        output = step.attend(number, queries, keys, values, scale)
+        if step.complete and step.certain:
+            self._close_step({})
+        return output
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _close_step(self, lengths: dict[int, int]) -> None:
+        """Keep the rows that were accepted: all of a step without drafts, else up to the lengths that the scheduler knows."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if step.certain:
+            step.commit()
+        else:
+            step.commit([lengths[key] - self._sequences[key].length for key in self._step_keys])
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.manager.close()
+
+
+@dataclass
+class _Copy:
+    """Blocks of a request that are on their way to the host."""
+
+    key: int
+    adoption: Adoption
+    blocks: torch.Tensor
+
+
+class _CopyLayer(LayerWork):
+    """The background work that copies the blocks of one layer."""
+
+    def __init__(self, layer: int, cache: torch.Tensor, reader: BlockReader, copies: list[_Copy]) -> None:
+        self.layer = layer
+        self._cache = cache
+        self._reader = reader
+        self._copies = copies
+
+    def predict(self) -> None:
+        """Nothing to predict."""
+
+    def select(self) -> None:
+        """Nothing to select."""
+
+    def mark(self) -> None:
+        """Nobody sees these blocks yet."""
+
+    def transfer(self) -> None:
+        """Read the blocks and write them to the arena."""
+        for copy in self._copies:
+            copy.adoption.write(self.layer, self._reader.read(self._cache, copy.blocks))
+
+    def pending_blocks(self) -> int:
+        """Blocks that attention may miss: none, since vLLM has them."""
+        return 0
+
+
+def _pool(shape: ModelShape, block_size: int, caches: list[torch.Tensor]) -> LentPool:
+    """The caches' memory as slots. All layers lie in one allocation."""
+    everything = storage_of(caches[0])
+    slot = 2 * block_size * shape.head_dim
+    slots = everything[: everything.numel() // slot * slot].view(-1, 2, block_size, shape.head_dim)
+    first = caches[0]
+    offsets = [cache.storage_offset() // slot for cache in caches]
+    return LentPool(shape, block_size, slots, offsets, first.stride(0) // slot, first.shape[2])

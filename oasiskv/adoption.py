@@ -1,0 +1,133 @@
+"""Sequences that another engine begins: it computes their keys and values, and lends memory when OasisKV is to attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import layout
+from .errors import InputError, StateError
+from .sequence import Phase, Sequence
+
+if TYPE_CHECKING:
+    from .manager import KVManager
+
+
+class Adoption:
+    """Sealed blocks on their way into the arena, made by `KVManager.adopt`. `write` every layer once, in any order and from any thread,
+    then `commit`; until then the sequence knows nothing of them."""
+
+    def __init__(self, manager: KVManager, sequence: Sequence, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise InputError(f"num_blocks is {num_blocks}; adopt at least 1 block")
+        _require_bare(manager, sequence)
+        self._manager = manager
+        self._sequence = sequence
+        self._first = len(sequence.pages)
+        self._pages = manager.rooms.arena.allocate(num_blocks)
+        self._index = torch.tensor(self._pages, dtype=torch.int64)
+        self._missing = set(range(manager.shape.num_layers))
+
+    def write(self, layer: int, blocks: torch.Tensor) -> None:
+        """Copy the blocks of one layer, `(num_blocks, kv_heads, 2, block_size, head_dim)`: keys after rotary embedding, then
+        values."""
+        shape = self._manager.shape
+        wanted = (len(self._pages), shape.kv_heads, 2, self._manager.config.block_size, shape.head_dim)
+        if tuple(blocks.shape) != wanted or blocks.dtype != shape.dtype:
+            raise InputError(f"blocks are {blocks.dtype} {tuple(blocks.shape)}; these must be {shape.dtype} {wanted}")
+        if layer not in self._missing:
+            raise StateError(f"layer {layer} is written already, or there is no such layer; write each of them once")
+        self._manager.rooms.arena.write(layer, self._index, blocks)
+        self._missing.discard(layer)
+
+    def commit(self) -> None:
+        """The blocks belong to the sequence. Raises `StateError` if a layer is missing, or the sequence has changed meanwhile."""
+        if self._missing:
+            raise StateError(f"layers {sorted(self._missing)} are not written")
+        if len(self._sequence.pages) != self._first:
+            raise StateError("the sequence has grown or was cropped since it began to adopt blocks")
+        sequence, rooms, pages = self._sequence, self._manager.rooms, self._pages
+        self._pages = []
+        rooms.sets.set_pages(sequence.row, self._first, pages)
+        sequence.pages.extend(pages)
+        rooms.arena.sealed(sequence.pages, self._first)
+        sequence.length = len(sequence.pages) * rooms.config.block_size
+        rooms.counters.add(stored_blocks=len(pages) * rooms.shape.kv_heads)
+
+    def abort(self) -> None:
+        """Forget the blocks. Idempotent, also after `commit`."""
+        self._manager.rooms.arena.release(self._pages)
+        self._pages = []
+
+
+def lend(manager: KVManager, sequence: Sequence, strips: list[int], tail: torch.Tensor | None, tail_tokens: int) -> None:
+    """See `KVManager.lend`."""
+    rooms, config = manager.rooms, manager.config
+    _require_bare(manager, sequence)
+    if len(strips) != config.budget_blocks:
+        raise InputError(f"{len(strips)} strips are lent; a sequence needs {config.budget_blocks}: budget_tokens / block_size")
+    if not 0 <= tail_tokens < config.block_size or (tail is None) != (tail_tokens == 0):
+        raise InputError(f"tail_tokens is {tail_tokens}; pass 1 to {config.block_size - 1} with a tail, and 0 without one")
+    manager.drain()
+    sequence.strips = list(strips)
+    rooms.sets.set_strips(sequence.row, sequence.strips)
+    sequence.length += tail_tokens
+    contents = [None] * manager.shape.num_layers if tail is None else list(tail)
+    layout.lay_out(rooms, sequence, contents)
+
+
+def reclaim(manager: KVManager, sequence: Sequence) -> None:
+    """See `KVManager.reclaim`."""
+    if not sequence.strips:
+        return
+    manager.drain()
+    layout.become_unsettled(manager.rooms, sequence)
+    sequence.strips = []
+    manager.rooms.sets.set_strips(sequence.row, [])
+    sequence.length = len(sequence.pages) * manager.config.block_size
+
+
+def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
+    """See `KVManager.branch`."""
+    rooms, size = manager.rooms, manager.config.block_size
+    if length % size or not 0 <= length <= len(sequence.pages) * size:
+        raise InputError(
+            f"length is {length}; a branch takes whole blocks of {size}, up to {len(sequence.pages) * size} tokens"
+        )
+    child = manager.create()
+    child.pages = sequence.pages[: length // size]
+    child.length = length
+    child.summarised = min(sequence.summarised, len(child.pages))
+    rooms.arena.share(child.pages)
+    rooms.sets.set_pages(child.row, 0, child.pages)
+    for recent in rooms.sets.recent:
+        recent[child.row] = recent[sequence.row]
+    return child
+
+
+def observe(
+    manager: KVManager,
+    layer: int,
+    sequences: Sequences[Sequence],
+    queries: torch.Tensor,
+    counts: list[int],
+    first_positions: list[int],
+) -> None:
+    """See `KVManager.observe`."""
+    rooms, start = manager.rooms, 0
+    for sequence, count, first in zip(sequences, counts, first_positions, strict=True):
+        own = queries[start : start + count]
+        start += count
+        if not rooms.summary.fitted:
+            rooms.summary.observe(layer, own, torch.arange(first, first + count, device=own.device))
+        rooms.sets.remember_queries(layer, torch.tensor([sequence.row], device=own.device), own[None])
+
+
+def _require_bare(manager: KVManager, sequence: Sequence) -> None:
+    """A sequence that somebody else attends to holds no strips, and whole blocks only."""
+    if not manager.rooms.pool.lent:
+        raise StateError("this manager has a pool of its own; only one with a LentPool adopts blocks and borrows strips")
+    if sequence.strips or sequence.phase is not Phase.UNSETTLED:
+        raise StateError("the sequence holds lent strips; reclaim them first")
