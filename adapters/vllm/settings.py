@@ -1,0 +1,118 @@
+"""`AdapterConfig`: what vLLM's `--kv-transfer-config` says of OasisKV, validated before anything is allocated."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from oasiskv import OasisConfig
+from oasiskv.errors import ConfigError
+
+CONNECTOR = "OasisKV"
+"""The name under which vLLM knows the connector."""
+
+_WHERE = "kv_connector_extra_config"
+
+_LARGEST_DEFAULT_BLOCK = 16
+
+_HOSTS = {
+    "pool_bytes": "vLLM's own KV blocks are the pool, and --gpu-memory-utilization sets their memory; leave it out",
+    "dense_threshold": "vLLM serves short requests itself; set handover_tokens, from which on OasisKV serves them",
+}
+"""Settings of `OasisConfig` that are not the user's here, and what to do instead."""
+
+_OWN = ("handover_tokens",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Settings of OasisKV inside vLLM. Frozen.
+
+    Attributes:
+        oasis: settings of the manager.
+        handover_tokens: tokens from which on a request is handed to OasisKV; vLLM alone serves the shorter ones. At least one
+            block; by default twice the budget.
+    """
+
+    oasis: OasisConfig
+    handover_tokens: int
+
+    def __post_init__(self) -> None:
+        value, least = self.handover_tokens, self.oasis.block_size
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{_WHERE}: handover_tokens is {value!r}; it must be an integer of at least a block, {least}")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of all settings that `kv_connector_extra_config` may have."""
+        return tuple(sorted({*OasisConfig.names(), *_OWN} - _HOSTS.keys()))
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any], host_block_size: int) -> Self:
+        """The settings in `kv_connector_extra_config`.
+
+        Args:
+            extra: as it came out of JSON.
+            host_block_size: tokens in a block of vLLM. Without a `block_size`, OasisKV takes the largest part of it that is
+                allowed and has at most 16 tokens.
+
+        Raises:
+            ConfigError: an unknown name, a setting that is not the user's here, or a value that cannot work.
+        """
+        for name, value in extra.items():
+            if name in _HOSTS:
+                raise ConfigError(f"{_WHERE}: {name} is {value!r}, but {_HOSTS[name]}")
+            if name not in cls.names():
+                raise ConfigError(f"{_WHERE}: there is no setting {name!r}; {_near(name, cls.names())}")
+            if not _is_plain(value):
+                raise ConfigError(
+                    f"{_WHERE}: {name} is {value!r}; it must be a number, a text, true, false, null or a list of texts"
+                )
+        values = dict(extra)
+        handover = values.pop("handover_tokens", None)
+        if values.get("block_size") is None:
+            values["block_size"] = _default_block_size(host_block_size)
+        try:
+            oasis = OasisConfig(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{_WHERE}: {error}") from error
+        return cls(oasis=oasis, handover_tokens=2 * oasis.budget_tokens if handover is None else handover)
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> Self | None:  # noqa: ANN401 - vLLM's VllmConfig
+        """The settings of the engine with this `VllmConfig`; `None` if OasisKV is not its connector.
+
+        Raises:
+            ConfigError: as `from_extra`.
+        """
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or transfer.kv_connector != CONNECTOR:
+            return None
+        return cls.from_extra(transfer.kv_connector_extra_config or {}, vllm_config.cache_config.block_size)
+
+    def budget_host_blocks(self, host_block_size: int) -> int:
+        """Blocks of vLLM that hold the working set of a request."""
+        return -(-self.oasis.budget_blocks * self.oasis.block_size // host_block_size)
+
+
+def _default_block_size(host_block_size: int) -> int:
+    fitting = [size for size in range(4, _LARGEST_DEFAULT_BLOCK + 1, 2) if host_block_size % size == 0]
+    if not fitting:
+        raise ConfigError(
+            f"block_size of vLLM is {host_block_size}, which no block of OasisKV divides: they are even, with 4 to 64 tokens; "
+            "use --block-size 32"
+        )
+    return fitting[-1]
+
+
+def _near(name: object, names: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, str) for item in value)
+    return value is None or isinstance(value, str | int | float)
