@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from .settings import extra_config
+from .checks import check_settings
+from .settings import AdapterConfig
 from .worker import Plan, Worker
 
 
@@ -122,8 +123,7 @@ def builder_over(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadata
     class OasisBuilder(base):  # type: ignore[misc, valid-type]
         def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Any:  # noqa: ANN401
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            if extra_config(self.vllm_config) is not None:
-                metadata.oasis = Batch(super().build, common_attn_metadata)
+            metadata.oasis = Batch(super().build, common_attn_metadata)
             return metadata
 
     return OasisBuilder
@@ -180,12 +180,16 @@ def backend_over(base: type[AttentionBackend]) -> type[AttentionBackend]:
         @classmethod
         def get_impl_cls(cls) -> type[AttentionImpl]:
             # Layers are made, and come here, while the configuration of their engine is the current one; specs are made later.
-            cls.in_use = extra_config(get_current_vllm_config_or_none()) is not None
+            config = get_current_vllm_config_or_none()
+            settings = AdapterConfig.from_vllm(config) if config is not None else None
+            if config is not None:
+                check_settings(config, settings)
+            cls.in_use = settings is not None
             return impl if cls.in_use else base.get_impl_cls()
 
-        @staticmethod
-        def get_builder_cls() -> type[AttentionMetadataBuilder]:
-            return builder
+        @classmethod
+        def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+            return builder if cls.in_use else base.get_builder_cls()
 
         @classmethod
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

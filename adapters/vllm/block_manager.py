@@ -96,7 +96,7 @@ class LendingBlockManager(FullAttentionManager):
         assert self.ledger is not None
         before = self.block_pool.get_num_free_blocks()
         self._remove_blocks_in_range(request_id, first, last)
-        self.ledger.counts["freed_blocks"] += self.block_pool.get_num_free_blocks() - before
+        self.ledger.counts["freed_device_blocks"] += self.block_pool.get_num_free_blocks() - before
 
     def _lend(self, request_id: str, freed: tuple[int, int]) -> None:
         assert self.ledger is not None

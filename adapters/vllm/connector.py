@@ -13,17 +13,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from oasiskv.errors import ConfigError, UnsupportedModel
+from oasiskv.errors import UnsupportedModel
 from oasiskv.host_memory import physical_bytes
 
 from .block_manager import LendingBlockManager
+from .checks import check_layers, check_settings, check_versions
 from .device_blocks import BlockReader, check_layout
 from .ledger import Ledger
 from .messages import Acknowledgement, StepMessage
-from .settings import Settings, extra_config
+from .metrics import OasisKVPromMetrics, OasisKVStats
+from .settings import AdapterConfig
 from .spec import OasisSpec
 from .worker import Worker
 
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 _HOST_SHARE = 2
 """Without arena_bytes, the arenas of all workers may take one part in so many of the machine's memory."""
 
-_DRAFT_FIRST, _DRAFT_LAST = 1, 1024
+_DRAFT_FIRST, _DRAFT_LAST = 1, 256
 """What a draft model's layers keep of a request that was handed over: first device blocks, and last tokens."""
 
 
@@ -48,13 +52,23 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        extra = extra_config(vllm_config)
-        assert extra is not None
+        settings = AdapterConfig.from_vllm(vllm_config)
+        assert settings is not None
+        check_versions()
+        check_settings(vllm_config, settings)
+        self._settings = settings
         self._group = _our_group(kv_cache_config)
-        spec = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec
-        self._settings = Settings.of(extra, spec.block_size)
+        self._block_size: int = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._ledger: Ledger | None = None
         self.worker: Worker | None = None
+
+    def _layer_names(self) -> list[str]:
+        """The layers of our group, in the order in which they run, without those of a draft model: these come after the model's own in
+        number, or under a name of their own."""
+        count = self._vllm_config.model_config.get_total_num_hidden_layers()
+        names = self._kv_cache_config.kv_cache_groups[self._group].layer_names
+        own = [name for name in names if not name.startswith("draft_model.") and extract_layer_index(name) < count]
+        return sorted(own, key=extract_layer_index)
 
     # The scheduler's side
 
@@ -63,12 +77,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         manager = kv_cache_manager.coordinator.single_type_managers[self._group]
         assert isinstance(manager, LendingBlockManager)
-        config, core, size = self._vllm_config, self._settings.core, self._settings.device_block
-        drafts = config.speculative_config is not None and config.speculative_config.draft_model_config is not None
+        config, size = self._vllm_config, self._block_size
+        drafts = len(self._layer_names()) < len(self._kv_cache_config.kv_cache_groups[self._group].layer_names)
         manager.ledger = self._ledger = Ledger(
             handover_tokens=self._settings.handover_tokens,
             block_size=size,
-            lent_blocks=self._settings.lent_blocks,
+            lent_blocks=self._settings.budget_host_blocks(size),
             host_blocks=self._host_blocks(),
             max_model_len=config.model_config.max_model_len,
             kept_first=_DRAFT_FIRST if drafts else 0,
@@ -76,7 +90,6 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             restores=len(self._kv_cache_config.kv_cache_groups) == 1,
             shares=bool(config.cache_config.enable_prefix_caching),
         )
-        del core
 
     def _host_blocks(self) -> int:
         """Device blocks' worth of tokens that the arena of a worker holds."""
@@ -88,7 +101,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else spec.page_size_bytes * len(group.layer_names)
         )
         workers = self._vllm_config.parallel_config.tensor_parallel_size
-        return (self._settings.core.arena_bytes or physical_bytes() // _HOST_SHARE // workers) // page
+        return (self._settings.oasis.arena_bytes or physical_bytes() // _HOST_SHARE // workers) // page
 
     @property
     def _books(self) -> Ledger:
@@ -140,19 +153,19 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The device memory is there: make the manager over it."""
-        group = self._kv_cache_config.kv_cache_groups[self._group]
-        layers = get_layers_from_vllm_config(self._vllm_config, Attention, group.layer_names)
-        names = [name for name in group.layer_names if name in _target_layers(self._vllm_config, layers)]
+        names = self._layer_names()
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         caches = {name: kv_caches[name] for name in names}
         for name, cache in caches.items():
             check_layout(name, cache)
+        check_layers({name: layers[name] for name in names})
         first = layers[names[0]]
 
         def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, mapping: torch.Tensor) -> None:
             first.impl.do_kv_cache_update(first, keys, values, cache, mapping)
 
-        reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
-        self.worker = Worker(self._settings.core, caches, first.num_heads, reader)
+        reader = BlockReader(caches[names[0]], write, self._settings.oasis.block_size)
+        self.worker = Worker(self._settings.oasis, caches, first.num_heads, reader)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first hook of a step: obey its message before anything is overwritten."""
@@ -179,6 +192,32 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         stored = self.worker.take_stored() if self.worker is not None else {}
         return Acknowledgement(stored) if stored else None
 
+    # Metrics
+
+    def get_kv_connector_stats(self) -> OasisKVStats:
+        """What has happened since the last call, on this side."""
+        if self.worker is not None:
+            return OasisKVStats.of(self.worker.report(), get_tensor_model_parallel_rank())
+        return OasisKVStats.of(self._ledger.report() if self._ledger is not None else {})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OasisKVStats:
+        """A report that has come from another process."""
+        return OasisKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OasisKVPromMetrics:
+        """What `/metrics` shows."""
+        return OasisKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # The end
+
     def shutdown(self) -> None:
         """Stop the background work and give the host memory back."""
         if self.worker is not None:
@@ -204,14 +243,3 @@ def _our_group(kv_cache_config: KVCacheConfig) -> int:
             "On CUDA, also pass --attention-backend CUSTOM"
         )
     return ours[0]
-
-
-def _target_layers(vllm_config: VllmConfig, layers: dict[str, Attention]) -> set[str]:
-    """The layers of the model itself, without those of a draft model."""
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    count = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-    names = {name for name in layers if not name.startswith("draft_model.") and extract_layer_index(name) < count}
-    if not names:
-        raise ConfigError(f"none of the layers {sorted(layers)} belongs to the model")
-    return names

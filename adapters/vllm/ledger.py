@@ -70,6 +70,8 @@ class Ledger:
         self.kept_first = kept_first
         self.kept_last = kept_last
         self.counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        self._refused: set[str] = set()
         self._handover_tokens = handover_tokens
         self._block_size = block_size
         self._host_blocks = host_blocks
@@ -106,16 +108,16 @@ class Ledger:
         entry = self._entries.get(request.request_id)
         if entry is None or not entry.parked:
             if external_tokens:
-                self.counts["prefix_tokens"] += external_tokens
+                self.counts["host_prefix_hit_tokens"] += external_tokens
             return
         entry.parked = False
         entry.sent = entry.stored
-        self.counts["resumed_requests"] += 1
-        self.counts["resumed_tokens"] += external_tokens
+        self.counts["host_resumes"] += external_tokens > 0
 
     def finish(self, request: Request) -> None:
         """A request is over; the host keeps its blocks for others that begin alike."""
         self._requests.pop(request.request_id, None)
+        self._refused.discard(request.request_id)
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return
@@ -208,10 +210,16 @@ class Ledger:
 
     # Figures
 
-    @property
-    def running(self) -> int:
-        """Requests that OasisKV attends to."""
-        return sum(bool(entry.lent) for entry in self._entries.values())
+    def report(self) -> dict[str, float]:
+        """What has happened since the last call, and what there is now, by the names of the metrics."""
+        grown = self.counts - self._reported
+        self._reported = Counter(self.counts)
+        held = sum(max(entry.stored, entry.sent) for entry in self._entries.values()) + self._prefixes.blocks
+        return {
+            **grown,
+            "running_requests": sum(bool(entry.lent) for entry in self._entries.values()),
+            "host_tokens": held * self._block_size,
+        }
 
     @property
     def host_used(self) -> int:
@@ -224,7 +232,9 @@ class Ledger:
         """Begin to record a request that runs, if the host has room."""
         if self._fits(request):
             return self._open(request)
-        self.counts["refused_host"] += 1
+        if request.request_id not in self._refused:
+            self._refused.add(request.request_id)
+            self.counts["refused_handovers.host_full"] += 1
         return None
 
     def _fits(self, request: Request) -> bool:
@@ -249,7 +259,6 @@ class Ledger:
         self._entries[request.request_id] = entry
         while len(self._prefixes) and self.host_used > self._host_blocks:
             self._next.dropped.append(self._prefixes.evict())
-            self.counts["evicted_prefixes"] += 1
         return entry
 
     def _reclaim(self, entry: Entry) -> None:

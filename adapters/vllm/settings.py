@@ -32,17 +32,20 @@ class AdapterConfig:
 
     Attributes:
         oasis: settings of the manager.
-        handover_tokens: tokens from which on a request is handed to OasisKV; vLLM alone serves the shorter ones. At least one
-            block; by default twice the budget.
+        handover_tokens: tokens from which on a request is handed to OasisKV; vLLM alone serves the shorter ones. At least
+            sinks, window and one block; by default twice the budget.
     """
 
     oasis: OasisConfig
     handover_tokens: int
 
     def __post_init__(self) -> None:
-        value, least = self.handover_tokens, self.oasis.block_size
+        value, oasis = self.handover_tokens, self.oasis
+        least = oasis.sink_tokens + oasis.window_tokens + oasis.block_size
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{_WHERE}: handover_tokens is {value!r}; it must be an integer of at least a block, {least}")
+            raise ConfigError(
+                f"{_WHERE}: handover_tokens is {value!r}; it must be an integer of at least {least}: sinks, window and a block"
+            )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

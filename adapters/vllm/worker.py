@@ -19,6 +19,10 @@ from .device_blocks import BlockReader, storage_of
 from .messages import Row, Start, StepMessage
 
 
+_COUNTED = ("decoded_tokens", "stored_blocks", "loaded_blocks", "corrected_blocks", "late_layers")
+"""Counters of the manager that are shown as metrics."""
+
+
 @dataclass
 class Plan:
     """Whose the rows of a batch are; the same for all layers of a step.
@@ -73,6 +77,7 @@ class Worker:
         self._tickets: list[Ticket] = []
         self._stored: dict[int, int] = {}
         self._owners: dict[int, Row] = {}
+        self._reported: dict[str, int] = {}
 
     def layer_number(self, name: str) -> int | None:
         """Which of our layers this is; `None` for others, such as a draft model's."""
@@ -238,6 +243,14 @@ class Worker:
             step.commit()
         else:
             step.commit([lengths[key] - self._sequences[key].length for key in self._step_keys])
+
+    def report(self) -> dict[str, float]:
+        """What the manager has done since the last call, and holds now, by the names of the metrics."""
+        stats = self.manager.stats()
+        totals = {name: getattr(stats, name) for name in _COUNTED}
+        grown = {name: value - self._reported.get(name, 0) for name, value in totals.items()}
+        self._reported = totals
+        return {**{name: value for name, value in grown.items() if value}, "arena_bytes": stats.arena_bytes}
 
     def close(self) -> None:
         """Give everything back."""
