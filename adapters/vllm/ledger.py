@@ -83,7 +83,7 @@ class Ledger:
         self._prefixes = Prefixes()
         self._keys = 0
         self._next = StepMessage()
-        self._uncertain: list[Entry] = []
+        self._attended: list[Entry] = []
 
     # What the connector hears of requests
 
@@ -172,9 +172,9 @@ class Ledger:
     def message(self, output: SchedulerOutput, blocks_of: Callable[[str], list[int]]) -> StepMessage:
         """What a step brings. `blocks_of` gives the device blocks of a request."""
         message = self._next
-        for entry in self._uncertain:
+        for entry in self._attended:
             message.lengths.setdefault(entry.key, entry.request.num_computed_tokens)
-        self._uncertain = []
+        self._attended = []
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None:
@@ -191,15 +191,15 @@ class Ledger:
     def _row(self, entry: Entry, tokens: int, drafts: int, blocks: list[int]) -> Row:
         size, computed = self._block_size, entry.request.num_computed_tokens
         row = Row(entry.key, computed, tokens, drafts, blocks[computed // size :], entry.freed, entry.lent)
-        if entry.lent:
-            entry.attended = True
-            if drafts:
-                self._uncertain.append(entry)
-        else:
-            full = row.certain // size
+        if not entry.attended:
+            # Accepted drafts may have filled blocks since the last step, which a request that is handed over takes along.
+            full = (computed if entry.lent else row.certain) // size
             if full > entry.sent:
                 row.copy_from, row.copy = entry.sent, blocks[entry.sent : full]
                 entry.sent = full
+        if entry.lent:
+            entry.attended = True
+            self._attended.append(entry)
         return row
 
     def acknowledge(self, stored: dict[int, int]) -> None:

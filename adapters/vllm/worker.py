@@ -100,8 +100,8 @@ class Worker:
         for row in message.rows.values():
             if row.lent and not self._sequences[row.key].strips:
                 self._take_over(row)
-            if row.copy:
-                self._begin_copy(row)
+            elif row.copy:
+                self._copies.append(self._begin_copy(row))
         self._owners = {block: row for row in message.rows.values() for block in row.tail}
 
     def _start(self, start: Start) -> Sequence:
@@ -110,24 +110,32 @@ class Worker:
         return self.manager.branch(self._sequences[start.source], start.blocks * self.block_size)
 
     def _take_over(self, row: Row) -> None:
-        """Attend for a request from now on. All but the tail of what it has is on the host."""
-        sequence, manager, size = self._sequences[row.key], self.manager, self.manager.config.block_size
-        tail, left = None, row.computed % self.block_size
-        if sequence.length > row.computed - left:
-            manager.crop(sequence, row.computed - left)
-        if sequence.length != row.computed - left:
-            raise IntegrityError(f"the host has {sequence.length} tokens of a request that needs {row.computed - left}")
+        """Attend for a request from now on. All but its last blocks is on the host."""
+        sequence, manager = self._sequences[row.key], self.manager
+        sealed, left = row.computed // self.block_size, row.computed % self.block_size
+        if row.copy:
+            copy = self._begin_copy(row)
+            for layer, cache in enumerate(self._caches):
+                copy.adoption.write(layer, self._reader.read(cache, copy.blocks))
+            copy.adoption.commit()
+        self._crop(sequence, sealed)
+        if sequence.length != sealed * self.block_size:
+            raise IntegrityError(f"the host has {sequence.length} tokens of a request that needs {sealed * self.block_size}")
+        tail, full = None, left // manager.config.block_size
         if left:
-            block = torch.tensor(row.tail[:1])
-            parts = torch.stack([self._reader.read(cache, block) for cache in self._caches])
-            full = left // size
+            parts = torch.stack([self._reader.read(cache, torch.tensor(row.tail[:1])) for cache in self._caches])
             if full:
                 adoption = manager.adopt(sequence, full)
                 for layer in range(len(parts)):
                     adoption.write(layer, parts[layer, :full])
                 adoption.commit()
-            tail = parts[:, full] if left % size else None
-        manager.lend(sequence, self._pool.strips_of(row.lent), tail, left % size)
+            tail = parts[:, full] if left % manager.config.block_size else None
+        manager.lend(sequence, self._pool.strips_of(row.lent), tail, left % manager.config.block_size)
+
+    def _crop(self, sequence: Sequence, blocks: int) -> None:
+        """Forget what a sequence has beyond some device blocks: it will be computed again."""
+        if sequence.length > blocks * self.block_size:
+            self.manager.crop(sequence, blocks * self.block_size)
 
     @property
     def _pool(self) -> LentPool:
@@ -137,12 +145,10 @@ class Worker:
 
     # Copies to the host
 
-    def _begin_copy(self, row: Row) -> None:
+    def _begin_copy(self, row: Row) -> _Copy:
         sequence, parts = self._sequences[row.key], self.block_size // self.manager.config.block_size
-        if sequence.length > row.copy_from * self.block_size:
-            self.manager.crop(sequence, row.copy_from * self.block_size)
-        adoption = self.manager.adopt(sequence, len(row.copy) * parts)
-        self._copies.append(_Copy(row.key, adoption, torch.tensor(row.copy)))
+        self._crop(sequence, row.copy_from)
+        return _Copy(row.key, self.manager.adopt(sequence, len(row.copy) * parts), torch.tensor(row.copy))
 
     def copy_layer(self, name: str) -> None:
         """Copy what is full now of a layer to the host, in the background."""
