@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING
 
@@ -17,49 +18,83 @@ if TYPE_CHECKING:
 
 class Adoption:
     """Sealed blocks on their way into the arena, made by `KVManager.adopt`. `write` every layer once, in any order and from any thread,
-    then `commit`; until then the sequence knows nothing of them."""
+    then `commit`, where calls of the manager come from; until then the sequence knows nothing of them.
+
+    Attributes:
+        sequence: that the blocks are to belong to.
+        pages: of the arena, that it holds for them; none after `commit` and `abort`.
+    """
 
     def __init__(self, manager: KVManager, sequence: Sequence, num_blocks: int) -> None:
         if num_blocks < 1:
             raise InputError(f"num_blocks is {num_blocks}; adopt at least 1 block")
         _require_bare(manager, sequence)
         self._manager = manager
-        self._sequence = sequence
-        self._first = len(sequence.pages)
-        self._pages = manager.rooms.arena.allocate(num_blocks)
-        self._index = torch.tensor(self._pages, dtype=torch.int64)
+        self.sequence = sequence
+        self._before = list(sequence.pages)
+        self.pages = manager.rooms.arena.allocate(num_blocks)
+        self._num_blocks = num_blocks
+        self._index = torch.tensor(self.pages, dtype=torch.int64)
         self._missing = set(range(manager.shape.num_layers))
+        self._writing: set[int] = set()
+        self._quiet = threading.Condition()
 
     def write(self, layer: int, blocks: torch.Tensor) -> None:
         """Copy the blocks of one layer, `(num_blocks, kv_heads, 2, block_size, head_dim)`: keys after rotary embedding, then
-        values."""
+        values. Raises `InputError` for another shape or dtype, and `StateError` for a layer that was written or does not exist, and
+        after `commit` or `abort`."""
         shape = self._manager.shape
-        wanted = (len(self._pages), shape.kv_heads, 2, self._manager.config.block_size, shape.head_dim)
+        wanted = (self._num_blocks, shape.kv_heads, 2, self._manager.config.block_size, shape.head_dim)
         if tuple(blocks.shape) != wanted or blocks.dtype != shape.dtype:
             raise InputError(f"blocks are {blocks.dtype} {tuple(blocks.shape)}; these must be {shape.dtype} {wanted}")
-        if layer not in self._missing:
-            raise StateError(f"layer {layer} is written already, or there is no such layer; write each of them once")
-        self._manager.rooms.arena.write(layer, self._index, blocks)
-        self._missing.discard(layer)
+        with self._quiet:
+            self._check_open()
+            if layer not in self._missing or layer in self._writing:
+                raise StateError(f"layer {layer} is written already, or there is no such layer; write each of them once")
+            self._writing.add(layer)
+        written = False
+        try:
+            self._manager.rooms.arena.write(layer, self._index, blocks)
+            written = True
+        finally:
+            with self._quiet:
+                self._writing.discard(layer)
+                if written:
+                    self._missing.discard(layer)
+                self._quiet.notify_all()
 
     def commit(self) -> None:
         """The blocks belong to the sequence. Raises `StateError` if a layer is missing, or the sequence has changed meanwhile."""
-        if self._missing:
-            raise StateError(f"layers {sorted(self._missing)} are not written")
-        if len(self._sequence.pages) != self._first:
-            raise StateError("the sequence has grown or was cropped since it began to adopt blocks")
-        sequence, rooms, pages = self._sequence, self._manager.rooms, self._pages
-        self._pages = []
-        rooms.sets.set_pages(sequence.row, self._first, pages)
+        sequence, rooms = self.sequence, self._manager.rooms
+        with self._quiet:
+            self._check_open()
+            if self._missing:
+                raise StateError(f"layers {sorted(self._missing)} are not written")
+        if sequence.phase is not Phase.UNSETTLED or sequence.strips or sequence.pages != self._before:
+            raise StateError("the sequence has grown, was cropped or was lent strips since it began to adopt blocks; abort")
+        pages = self._let_go()
+        rooms.sets.set_pages(sequence.row, len(sequence.pages), pages)
         sequence.pages.extend(pages)
-        rooms.arena.sealed(sequence.pages, self._first)
+        rooms.arena.sealed(sequence.pages, len(self._before))
         sequence.length = len(sequence.pages) * rooms.config.block_size
-        rooms.counters.add(stored_blocks=len(pages) * rooms.shape.kv_heads)
+        rooms.counters.add(stored_blocks=len(pages) * rooms.shape.kv_heads * rooms.shape.num_layers)
 
     def abort(self) -> None:
-        """Forget the blocks. Idempotent, also after `commit`."""
-        self._manager.rooms.arena.release(self._pages)
-        self._pages = []
+        """Forget the blocks; waits for a `write` in another thread. Idempotent, also after `commit`."""
+        self._manager.rooms.arena.release(self._let_go())
+
+    def _let_go(self) -> list[int]:
+        with self._quiet:
+            pages, self.pages = self.pages, []
+            while self._writing:
+                self._quiet.wait()
+        if pages:
+            self._manager.adoptions.remove(self)
+        return pages
+
+    def _check_open(self) -> None:
+        if not self.pages:
+            raise StateError("the blocks were committed or aborted; adopt them anew")
 
 
 def lend(manager: KVManager, sequence: Sequence, strips: list[int], tail: torch.Tensor | None, tail_tokens: int) -> None:
@@ -70,6 +105,12 @@ def lend(manager: KVManager, sequence: Sequence, strips: list[int], tail: torch.
         raise InputError(f"{len(strips)} strips are lent; a sequence needs {config.budget_blocks}: budget_tokens / block_size")
     if not 0 <= tail_tokens < config.block_size or (tail is None) != (tail_tokens == 0):
         raise InputError(f"tail_tokens is {tail_tokens}; pass 1 to {config.block_size - 1} with a tail, and 0 without one")
+    pool, shape = rooms.pool, manager.shape
+    if len(set(strips)) < len(strips) or not all(0 <= strip < pool.num_strips for strip in strips):
+        raise InputError(f"strips are {strips}; each must be another one of 0 to {pool.num_strips - 1}")
+    wanted = (shape.num_layers, shape.kv_heads, 2, config.block_size, shape.head_dim)
+    if tail is not None and (tuple(tail.shape) != wanted or tail.dtype != shape.dtype):
+        raise InputError(f"tail is {tail.dtype} {tuple(tail.shape)}; it must be {shape.dtype} {wanted}")
     manager.drain()
     sequence.strips = list(strips)
     rooms.sets.set_strips(sequence.row, sequence.strips)
@@ -92,6 +133,8 @@ def reclaim(manager: KVManager, sequence: Sequence) -> None:
 def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
     """See `KVManager.branch`."""
     rooms, size = manager.rooms, manager.config.block_size
+    if not rooms.pool.lent:
+        raise StateError("this manager has a pool of its own; use fork, and crop")
     if length % size or not 0 <= length <= len(sequence.pages) * size:
         raise InputError(
             f"length is {length}; a branch takes whole blocks of {size}, up to {len(sequence.pages) * size} tokens"
@@ -120,7 +163,7 @@ def observe(
     for sequence, count, first in zip(sequences, counts, first_positions, strict=True):
         own = queries[start : start + count]
         start += count
-        if not rooms.summary.fitted:
+        if count > 1 or not rooms.summary.fitted:  # as for prompts, and for what decodes
             rooms.summary.observe(layer, own, torch.arange(first, first + count, device=own.device))
         rooms.sets.remember_queries(layer, torch.tensor([sequence.row], device=own.device), own[None])
 

@@ -88,8 +88,8 @@ class DecodeRows:
                 places.append(blocks[-1])
             else:
                 window = range(window_start(config, sequence.length), last + 1)
-                blocks.append([*range(config.sink_blocks), *window])
-                places.append([*range(config.sink_blocks), *(place_of(config, block, False) for block in window)])
+                blocks.append([*range(min(config.sink_blocks, last + 1)), *window])
+                places.append([place_of(config, block, False) for block in blocks[-1]])
         width = max(map(len, blocks))
         pad = [[EMPTY] * (width - len(row)) for row in blocks]
         self._base_blocks = torch.tensor([row + more for row, more in zip(blocks, pad, strict=True)], device=device)
@@ -98,7 +98,7 @@ class DecodeRows:
         self._base_slots = torch.where(self._base_blocks[:, None] >= 0, slots, EMPTY).contiguous()
         self._base_blocks = self._base_blocks[:, None].repeat(1, shape.kv_heads, 1)
 
-        members = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.SPARSE]
+        members = [number for number, sequence in enumerate(self.sequences) if self._selects(sequence)]
         self._members = torch.tensor(members, dtype=torch.int64, device=device)
         self._all_sparse = len(members) == len(self.sequences)
         self._sparse: SparseRows | None = None
@@ -107,7 +107,7 @@ class DecodeRows:
         if not members:
             return
         self._sparse = layout.sparse_rows(self._rooms, [self.sequences[number] for number in members])
-        dense = [number for number, sequence in enumerate(self.sequences) if sequence.phase is Phase.DENSE]
+        dense = [number for number in range(len(self.sequences)) if number not in members]
         self._dense_rows = self._rows[dense]
         self._dense_members = torch.tensor(dense, dtype=torch.int64, device=device)
         self._low = torch.full((len(members),), config.sink_blocks, device=device)
@@ -120,6 +120,10 @@ class DecodeRows:
             self._correction = Correction(
                 self._rooms, self._sparse, self._members, self._expected, self._low, self._high, self._positions
             )
+
+    def _selects(self, sequence: Sequence) -> bool:
+        """Whether there are summaries to select blocks by. A sparse sequence of a lent pool may be too short for that."""
+        return sequence.phase is Phase.SPARSE and self._rooms.summary.fitted and bool(sequence.pages)
 
     def _expectation(self, number: int) -> list[float]:
         """How likely each row of a sequence is to be accepted."""
@@ -307,7 +311,7 @@ class DecodeRows:
                 rooms.sets.set_pages(sequence.row, len(sequence.pages), new)
                 sequence.pages.extend(new)
                 rooms.arena.sealed(sequence.pages, len(sequence.pages) - len(new))
-                if sequence.phase is Phase.SPARSE:
+                if sequence.phase is Phase.SPARSE and rooms.summary.fitted:
                     sequence.summarised = len(sequence.pages)
             sequence.length += tokens
             if drafts:

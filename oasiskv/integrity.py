@@ -58,6 +58,7 @@ def _check_pages(manager: KVManager) -> None:
     faults = arena.faults()
     _require(not faults, f"the arena: {'; '.join(faults)}")
     holders = Counter(page for sequence in manager.sequences for page in sequence.pages)
+    holders.update(page for adoption in manager.adoptions for page in adoption.pages)
     for page, count in holders.items():
         _require(arena.references(page) == count, f"page {page} has {count} holders and counts {arena.references(page)}")
     _require(arena.used_pages == len(holders), f"{arena.used_pages} pages are taken and {len(holders)} held")
@@ -76,7 +77,7 @@ def _check_tables(manager: KVManager, sequence: Sequence) -> None:
         _require(len(sequence.strips) * size >= sequence.length, f"{name}: {len(sequence.strips)} strips are too few")
     elif sequence.strips or not manager.rooms.pool.lent:
         _require(len(sequence.strips) == config.budget_blocks, f"{name}: {len(sequence.strips)} strips, not the budget")
-    if sequence.phase is Phase.SPARSE:
+    if sequence.phase is Phase.SPARSE and manager.rooms.summary.fitted:
         _require(sequence.summarised == sealed, f"{name}: {sequence.summarised} of {sealed} sealed blocks are summarised")
     low, high = config.sink_blocks, window_start(config, sequence.length)
     for layer, table in enumerate(sets.selected.blocks):
@@ -111,9 +112,9 @@ def _check_residents(manager: KVManager, sequence: Sequence) -> None:
     if sequence.phase is Phase.DENSE:
         blocks = list(range(sealed))
     else:
-        blocks = [*range(config.sink_blocks), *range(window_start(config, sequence.length), sealed)]
+        blocks = [*range(min(config.sink_blocks, sealed)), *range(window_start(config, sequence.length), sealed)]
     dense = sequence.phase is Phase.DENSE
-    places = [block if block < config.sink_blocks else place_of(config, block, dense) for block in blocks]
+    places = [place_of(config, block, dense) for block in blocks]
     pool_table = pool_slots(rooms, [sequence.strips[place] for place in places])
     pages = torch.tensor([sequence.pages[block] for block in blocks], dtype=torch.int64, device=rooms.shape.device)
     for layer in range(rooms.shape.num_layers):

@@ -101,8 +101,8 @@ def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], f
         places = blocks
     elif sequence.phase is Phase.SPARSE:
         window = range(window_start(config, sequence.length), sealed)
-        blocks = [*range(config.sink_blocks), *window]
-        places = [*range(config.sink_blocks), *(place_of(config, block, dense) for block in window)]
+        blocks = [*range(min(config.sink_blocks, sealed)), *window]
+        places = [place_of(config, block, dense) for block in blocks]
     else:
         blocks, places = [], []
     pool = rooms.pool.slots

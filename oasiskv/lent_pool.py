@@ -23,6 +23,9 @@ class LentPool(Pool):
         layer_slots: of every layer, the slot where host block 0 begins.
         host_block_slots: slots from one host block of a layer to the next.
         host_block_size: tokens in a host block, a multiple of `block_size`.
+
+    Attributes:
+        num_strips: that lie within `slots` in all layers.
     """
 
     lent = True
@@ -53,6 +56,12 @@ class LentPool(Pool):
                 f"host_block_slots is {host_block_slots}; a block of {shape.kv_heads} heads takes {shape.kv_heads * self._parts} slots"
             )
         self._host_block_slots = host_block_slots
+        block_slots = shape.kv_heads * self._parts
+        if min(layer_slots) < 0 or max(layer_slots) + block_slots > len(slots):
+            raise ConfigError(
+                f"layer_slots is {list(layer_slots)}; a block of {block_slots} slots from there on must lie within {len(slots)} slots"
+            )
+        self.num_strips = ((len(slots) - max(layer_slots) - block_slots) // host_block_slots + 1) * self._parts
         device = slots.device
         heads = torch.arange(shape.kv_heads, device=device) * self._parts
         self._first = torch.tensor(layer_slots, dtype=torch.int64, device=device)[:, None] + heads

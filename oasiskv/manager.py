@@ -118,6 +118,7 @@ class KVManager:
         self.fitted_length: int | None = None
         self._sequences: dict[int, Sequence] = {}
         self._free_rows: list[int] = []
+        self.adoptions: list[Adoption] = []
         self._open: Step | None = None
         self._closed = False
 
@@ -143,9 +144,11 @@ class KVManager:
         return sequence
 
     def free(self, sequence: Sequence) -> None:
-        """Give back everything that a sequence holds. Its handle is dead afterwards."""
+        """Give back everything that a sequence holds, and abort what it adopts. Its handle is dead afterwards."""
         self._check_idle(sequence)
         self.drain()
+        for adoption in [adoption for adoption in self.adoptions if adoption.sequence is sequence]:
+            adoption.abort()
         rooms = self.rooms
         rooms.arena.release(sequence.pages)
         rooms.pool.release(sequence.strips)
@@ -188,7 +191,8 @@ class KVManager:
         """Forget the tokens from `length` on.
 
         Raises:
-            InputError: there are no `length` tokens.
+            InputError: there are no `length` tokens; or a part of a block is to stay of a sequence of a lent pool that has no
+                strips to hold it.
             TierError: blocks that must be read are lost, or the tier store fails. The sequence is as it was if the tail block
                 is among them, and is cropped otherwise.
         """
@@ -197,8 +201,10 @@ class KVManager:
             raise InputError(f"crop to {length} tokens, but the sequence has {sequence.length}; pass 0 to {sequence.length}")
         if length == sequence.length:
             return
-        self.drain()
         size = self.config.block_size
+        if length % size and not sequence.strips and self.rooms.pool.lent:
+            raise InputError(f"crop to {length} tokens, but without strips a sequence has whole blocks of {size} only")
+        self.drain()
         tail = [layout.read_tail(self.rooms, sequence, layer, length) for layer in range(self.shape.num_layers)]
         sealed = length // size
         self.rooms.arena.release(sequence.pages[sealed:])
@@ -226,7 +232,9 @@ class KVManager:
             ArenaExhausted: no room for them.
         """
         self._check_idle(sequence)
-        return Adoption(self, sequence, num_blocks)
+        adoption = Adoption(self, sequence, num_blocks)
+        self.adoptions.append(adoption)
+        return adoption
 
     @torch.no_grad()
     def observe(
@@ -245,7 +253,11 @@ class KVManager:
             queries: `(num_rows, query_heads, head_dim)` after rotary embedding, `num_tokens[i]` rows of each sequence in turn.
             first_positions: of each sequence's first row.
             scale: as for `Step.attend`.
+
+        Raises `InputError` for other numbers of rows.
         """
+        if sum(num_tokens) != len(queries):
+            raise InputError(f"queries have {len(queries)} rows, and num_tokens says {sum(num_tokens)}")
         if scale is not None:
             self.rooms.sets.scales[layer] = scale
         adoption.observe(self, layer, sequences, queries, num_tokens, first_positions)
@@ -260,7 +272,7 @@ class KVManager:
             tail_tokens: how many tokens of it there are; they follow the sealed ones.
 
         Raises:
-            InputError: another number of strips, or of tokens in the tail.
+            InputError: another number of strips, strips that the pool does not have, or a tail of another shape.
             StateError: the pool is not lent, or the sequence has strips.
         """
         self._check_idle(sequence)
@@ -276,7 +288,7 @@ class KVManager:
     @_persistent
     def branch(self, sequence: Sequence, length: int) -> Sequence:
         """A new sequence that shares the first `length` tokens, whole blocks, and has no strips. Raises `InputError` for other
-        lengths."""
+        lengths, and `StateError` if the pool is not lent: `fork` does more."""
         self._check_idle(sequence)
         return adoption.branch(self, sequence, length)
 
@@ -424,6 +436,8 @@ class KVManager:
         if self._open is not None:
             self._open.abort()
         self.scheduler.close()
+        for adoption in list(self.adoptions):
+            adoption.abort()
         for sequence in self._sequences.values():
             sequence.phase = Phase.FREED
         self._sequences.clear()

@@ -17,7 +17,10 @@ class Pool(ABC):
 
     Attributes:
         slots: `(num_slots, 2, block_size, head_dim)`.
+        num_strips: that there are, free or not.
     """
+
+    num_strips: int
 
     lent = False
     """Whether the memory is somebody else's, who lends strips to sequences."""

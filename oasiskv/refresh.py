@@ -134,6 +134,9 @@ class Refresh:
         predictor = self._rooms.predictor
         row_mass = predictor.score(self.layer, self._queries(), self._index)
         self._mass = predictor.aggregate(self.layer, row_mass, self._weights, self._sparse.rows)
+        if self._rooms.pool.lent:
+            # What fits the budget is all to be there, also what an estimate gives no mass: no dense phase has it instead.
+            self._mass = self._mass.clamp(min=torch.finfo(torch.float32).tiny)
 
     def select(self) -> None:
         rooms, layer, rows = self._rooms, self.layer, self._sparse.rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .errors import StateError
 from .sequence import Phase, Sequence
-from .settling import become_dense, settle
+from .settling import become_dense, has_candidates, settle
 
 if TYPE_CHECKING:
     from .manager import KVManager
@@ -98,10 +98,16 @@ def make_room(
 
 
 def _settle_lent(manager: KVManager, sequences: list[Sequence], decoding: list[bool]) -> None:
-    """Settle the sequences of a lent pool that decode for the first time, or after more prompt."""
+    """Settle the sequences of a lent pool that decode for the first time, or after more prompt; again those that were too short
+    to choose anything for."""
     if not all(sequence.strips for sequence in sequences):
         raise StateError("a sequence has no strips in the lent pool; lend it some before the step (KVManager.lend)")
-    waiting = [s for s, decodes in zip(sequences, decoding, strict=True) if decodes and s.phase is Phase.UNSETTLED]
+    fitted, config = manager.rooms.summary.fitted, manager.config
+    waiting = [
+        sequence
+        for sequence, decodes in zip(sequences, decoding, strict=True)
+        if decodes and (sequence.phase is Phase.UNSETTLED or (not fitted and has_candidates(config, sequence)))
+    ]
     if waiting:
         settle(manager, waiting)
 

@@ -39,7 +39,7 @@ class Sealing:
             dense = sequence.phase is Phase.DENSE
             self.new_pages.append(pages[start : start + count])
             for number in range(count):
-                if not dense:
+                if not dense and self._rooms.summary.fitted:
                     digested.append(start + number)
                 strips.append(sequence.strips[place_of(config, len(sequence.pages) + number, dense)])
             start += count

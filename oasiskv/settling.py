@@ -10,6 +10,7 @@ import torch
 
 from . import layout, ops
 from .abc import KeySample
+from .config import OasisConfig
 from .errors import TierError
 from .log import event
 from .refresh import LayerIndex
@@ -87,6 +88,8 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     summary = manager.rooms.summary
     if summary.fitted and (manager.fitted_length is None or longest < summary.serves * manager.fitted_length):
         return
+    if not any(has_candidates(manager.config, sequence) for sequence in sequences):
+        return  # sequences of a lent pool may be this short; they settle again when there is something to choose
     fresh, before = not summary.fitted, manager.fitted_length
     summary.fit(_samples(manager, sequences))
     manager.fitted_length = longest
@@ -101,6 +104,11 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
                 unsettle(manager, sequence)  # the step that uses it next tries again, and says what is lost
 
 
+def has_candidates(config: OasisConfig, sequence: Sequence) -> bool:
+    """Whether a sequence has blocks that are neither sinks nor in the window."""
+    return window_start(config, sequence.length) > config.sink_blocks
+
+
 def refit_outgrown(manager: KVManager, sequences: list[Sequence]) -> None:
     """Fit the summary anew if a sparse sequence has grown far beyond what it was fitted on. A pause, at every half more of its
     length: all sealed keys of the sparse sequences are read and digested again."""
@@ -113,6 +121,7 @@ def refit_outgrown(manager: KVManager, sequences: list[Sequence]) -> None:
 def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySample]:
     # Attention sinks have keys like no other and are always resident: they are no sample of what is ranked.
     first, size = manager.config.sink_blocks, manager.config.block_size
+    sequences = [sequence for sequence in sequences if len(sequence.pages) > first]
     positions = torch.cat([torch.arange(first * size, len(sequence.pages) * size) for sequence in sequences])
     positions = positions.to(manager.shape.device)
     for layer in range(manager.shape.num_layers):
@@ -124,6 +133,8 @@ def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySampl
 def _summarise(manager: KVManager, sequence: Sequence) -> None:
     """Write the summaries of all sealed blocks that have none."""
     summary = manager.rooms.summary
+    if not summary.fitted:
+        return
     reserve_summaries(manager, sequence.pages)
     pages = torch.tensor(sequence.pages, dtype=torch.int64, device=manager.shape.device)
     for layer in range(manager.shape.num_layers):
@@ -145,6 +156,10 @@ def _best(manager: KVManager, sequence: Sequence, layer: int) -> tuple[torch.Ten
     """The best blocks of each head and their masses, best first, `(kv_heads, at most selected_places)`."""
     sets, config = manager.rooms.sets, manager.config
     low, high = config.sink_blocks, window_start(config, sequence.length)
+    if low == high:
+        nothing = (manager.shape.kv_heads, 0)
+        device = manager.shape.device
+        return torch.empty(nothing, dtype=torch.int64, device=device), torch.empty(nothing, device=device)
     rows = min(sets.recent_rows, sequence.length)
     queries = sets.recent[layer][sequence.row : sequence.row + 1, sets.recent_rows - rows :]
     pages = torch.tensor([sequence.pages], dtype=torch.int64, device=manager.shape.device)

@@ -86,8 +86,8 @@ def window_start(config: OasisConfig, length: int) -> int:
 
 
 def place_of(config: OasisConfig, block: int, dense: bool) -> int:
-    """The place of a block of the window (or of any block of a dense sequence)."""
-    return block if dense else config.sink_blocks + block % config.ring_blocks
+    """The place of a sink or of a block of the window (or of any block of a dense sequence)."""
+    return block if dense or block < config.sink_blocks else config.sink_blocks + block % config.ring_blocks
 
 
 def _wider(table: torch.Tensor, columns: int) -> torch.Tensor:
