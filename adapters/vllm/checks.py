@@ -255,9 +255,9 @@ def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:  
             f"async_scheduling is True together with speculative_config (method {drafts.method}); the next step would be "
             "scheduled before it is known which drafts were kept: --no-async-scheduling"
         )
-    if cache.block_size % config.oasis.block_size:
+    if cache.block_size % config.core.block_size:
         yield (
-            f"block_size of vLLM is {cache.block_size}, not a multiple of OasisKV's block_size {config.oasis.block_size}; "
+            f"block_size of vLLM is {cache.block_size}, not a multiple of OasisKV's block_size {config.core.block_size}; "
             f"change --block-size, or block_size in kv_connector_extra_config"
         )
     if _on_cpu(vllm_config) and cache.block_size % _CPU_BLOCK:

@@ -101,7 +101,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else spec.page_size_bytes * len(group.layer_names)
         )
         workers = self._vllm_config.parallel_config.tensor_parallel_size
-        return (self._settings.oasis.arena_bytes or physical_bytes() // _HOST_SHARE // workers) // page
+        return (self._settings.core.arena_bytes or physical_bytes() // _HOST_SHARE // workers) // page
 
     @property
     def _books(self) -> Ledger:
@@ -164,8 +164,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, mapping: torch.Tensor) -> None:
             first.impl.do_kv_cache_update(first, keys, values, cache, mapping)
 
-        reader = BlockReader(caches[names[0]], write, self._settings.oasis.block_size)
-        self.worker = Worker(self._settings.oasis, caches, first.num_heads, reader)
+        reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
+        self.worker = Worker(self._settings.core, caches, first.num_heads, reader)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first hook of a step: obey its message before anything is overwritten."""

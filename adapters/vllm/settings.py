@@ -31,17 +31,17 @@ class AdapterConfig:
     """Settings of OasisKV inside vLLM. Frozen.
 
     Attributes:
-        oasis: settings of the manager.
+        core: settings of the manager.
         handover_tokens: tokens from which on a request is handed to OasisKV; vLLM alone serves the shorter ones. At least
             sinks, window and one block; by default twice the budget.
     """
 
-    oasis: OasisConfig
+    core: OasisConfig
     handover_tokens: int
 
     def __post_init__(self) -> None:
-        value, oasis = self.handover_tokens, self.oasis
-        least = oasis.sink_tokens + oasis.window_tokens + oasis.block_size
+        value, core = self.handover_tokens, self.core
+        least = core.sink_tokens + core.window_tokens + core.block_size
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(
                 f"{_WHERE}: handover_tokens is {value!r}; it must be an integer of at least {least}: sinks, window and a block"
@@ -78,10 +78,10 @@ class AdapterConfig:
         if values.get("block_size") is None:
             values["block_size"] = _default_block_size(host_block_size)
         try:
-            oasis = OasisConfig(**values)
+            core = OasisConfig(**values)
         except ConfigError as error:
             raise ConfigError(f"{_WHERE}: {error}") from error
-        return cls(oasis=oasis, handover_tokens=2 * oasis.budget_tokens if handover is None else handover)
+        return cls(core=core, handover_tokens=2 * core.budget_tokens if handover is None else handover)
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self | None:  # noqa: ANN401 - vLLM's VllmConfig
@@ -97,7 +97,7 @@ class AdapterConfig:
 
     def budget_host_blocks(self, host_block_size: int) -> int:
         """Blocks of vLLM that hold the working set of a request."""
-        return -(-self.oasis.budget_blocks * self.oasis.block_size // host_block_size)
+        return -(-self.core.budget_blocks * self.core.block_size // host_block_size)
 
 
 def _default_block_size(host_block_size: int) -> int:

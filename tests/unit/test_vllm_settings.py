@@ -119,18 +119,18 @@ def test_every_setting_of_the_core_passes_through():
     assert set(given) == set(AdapterConfig.names())
     config = AdapterConfig.from_extra(json.loads(json.dumps(given)), 32)
     assert config.handover_tokens == given.pop("handover_tokens")
-    assert config.oasis == OasisConfig(**given)
+    assert config.core == OasisConfig(**given)
 
 
 def test_the_defaults():
     config = AdapterConfig.from_extra({}, 32)
-    assert config.oasis == OasisConfig()
-    assert config.handover_tokens == 2 * config.oasis.budget_tokens
+    assert config.core == OasisConfig()
+    assert config.handover_tokens == 2 * config.core.budget_tokens
 
 
 @pytest.mark.parametrize(("host", "ours"), [(16, 16), (32, 16), (128, 16), (24, 12), (40, 10), (12, 12), (4, 4), (48, 16)])
 def test_the_block_size_follows_that_of_vllm(host, ours):
-    assert AdapterConfig.from_extra({"budget_tokens": 960}, host).oasis.block_size == ours
+    assert AdapterConfig.from_extra({"budget_tokens": 960}, host).core.block_size == ours
 
 
 @pytest.mark.parametrize("host", [1, 2, 7, 34])
@@ -175,7 +175,7 @@ def test_only_our_connector_has_settings():
     assert AdapterConfig.from_vllm(engine(kv_transfer_config=transfer({"block_size": "x"}, "NixlConnector"))) is None
     config = AdapterConfig.from_vllm(engine(kv_transfer_config=transfer({"budget_tokens": 512})))
     assert config is not None
-    assert (config.oasis.budget_tokens, config.handover_tokens) == (512, 1024)
+    assert (config.core.budget_tokens, config.handover_tokens) == (512, 1024)
 
 
 @pytest.mark.parametrize(
