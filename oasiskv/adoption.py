@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Adoption:
-    """Sealed blocks on their way into the arena, made by `KVManager.adopt`. `write` every layer once, in any order and from any thread,
-    then `commit`, where calls of the manager come from; until then the sequence knows nothing of them.
+    """Sealed blocks on their way into the arena, made by `KVManager.adopt`. `write` every layer once, in any order and from any
+    thread, then `commit`, where calls of the manager come from; until then the sequence knows nothing of them.
 
     Attributes:
         sequence: that the blocks are to belong to.
@@ -41,8 +41,8 @@ class Adoption:
 
     def write(self, layer: int, blocks: torch.Tensor) -> None:
         """Copy the blocks of one layer, `(num_blocks, kv_heads, 2, block_size, head_dim)`: keys after rotary embedding, then
-        values. Raises `InputError` for another shape or dtype, and `StateError` for a layer that was written or does not exist, and
-        after `commit` or `abort`."""
+        values. Raises `InputError` for another shape or dtype, and `StateError` for a layer that was written or does not exist,
+        and after `commit` or `abort`."""
         shape = self._manager.shape
         wanted = (self._num_blocks, shape.kv_heads, 2, self._manager.config.block_size, shape.head_dim)
         if tuple(blocks.shape) != wanted or blocks.dtype != shape.dtype:
@@ -64,7 +64,8 @@ class Adoption:
                 self._quiet.notify_all()
 
     def commit(self) -> None:
-        """The blocks belong to the sequence. Raises `StateError` if a layer is missing, or the sequence has changed meanwhile."""
+        """The blocks belong to the sequence. Raises `StateError` if a layer is missing, or the sequence has changed
+        meanwhile."""
         sequence, rooms = self.sequence, self._manager.rooms
         with self._quiet:
             self._check_open()

@@ -14,8 +14,8 @@ from .types import ModelShape
 class LentPool(Pool):
     """Slots in the KV cache of a serving engine.
 
-    The engine lends its own blocks, sequence by sequence (`KVManager.lend`). One of them spans all layers and heads, and holds one or
-    more strips. In a layer, host block `b` is `kv_heads * r` slots that lie one after another, head by head, with `r =
+    The engine lends its own blocks, sequence by sequence (`KVManager.lend`). One of them spans all layers and heads, and holds
+    one or more strips. In a layer, host block `b` is `kv_heads * r` slots that lie one after another, head by head, with `r =
     host_block_size / block_size`; it begins at slot `layer_slots[layer] + b * host_block_slots`.
 
     Args:

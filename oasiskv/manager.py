@@ -77,8 +77,8 @@ class KVManager:
         projection: how the model makes queries, for predictors that look a layer ahead (`Step.hint`).
         tier: a store below the arena, in place of `config.tier`; made for `SegmentLayout.of(shape, config)` and not open yet.
         trace: takes what runs when (`Trace.save`), if there is one.
-        pool: slots in memory of a serving engine (`LentPool`), in place of a pool of its own. Sequences then own no strips but those
-            that are lent to them, and are never dense.
+        pool: slots in memory of a serving engine (`LentPool`), in place of a pool of its own. Sequences then own no strips but
+            those that are lent to them, and are never dense.
     """
 
     @_persistent
@@ -161,7 +161,8 @@ class KVManager:
 
     @_persistent
     def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied. Raises `StateError` if the
+        """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied. Raises `StateError` if
+        the
         pool is lent: `branch` needs no strips."""
         self._check_idle(sequence)
         rooms, pool = self.rooms, self.rooms.pool
@@ -246,8 +247,8 @@ class KVManager:
         first_positions: list[int],
         scale: float | None = None,
     ) -> None:
-        """See the queries of tokens whose attention somebody else computes: they choose the first working set, and tell the summary
-        which directions matter.
+        """See the queries of tokens whose attention somebody else computes: they choose the first working set, and tell the
+        summary which directions matter.
 
         Args:
             queries: `(num_rows, query_heads, head_dim)` after rotary embedding, `num_tokens[i]` rows of each sequence in turn.
@@ -264,7 +265,8 @@ class KVManager:
 
     @_persistent
     def lend(self, sequence: Sequence, strips: list[int], tail: torch.Tensor | None = None, tail_tokens: int = 0) -> None:
-        """Give a sequence strips of a `LentPool`, so that it can take part in steps. Its next decode step chooses the working set.
+        """Give a sequence strips of a `LentPool`, so that it can take part in steps. Its next decode step chooses the working
+        set.
 
         Args:
             strips: `config.budget_blocks` of them, which nobody else uses until `reclaim` or `free`.

@@ -12,8 +12,8 @@ from .types import EMPTY, ModelShape
 
 
 class Pool(ABC):
-    """Slots on the device. A *strip* is one slot for every kv head in every layer. Sequences hold strips; which block of which layer
-    and head lies in a strip's slots is the working set's business.
+    """Slots on the device. A *strip* is one slot for every kv head in every layer. Sequences hold strips; which block of which
+    layer and head lies in a strip's slots is the working set's business.
 
     Attributes:
         slots: `(num_slots, 2, block_size, head_dim)`.

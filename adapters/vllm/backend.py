@@ -17,10 +17,10 @@ from .worker import Plan, Worker
 
 
 class Batch:
-    """What one attention metadata object is about. Attached to it by the builder; plans are made at the first layer that asks, when
-    the scheduler's message is there."""
+    """What one attention metadata object is about. Attached to it by the builder; plans are made at the first layer that asks,
+    when the scheduler's message is there."""
 
-    def __init__(self, build: Any, common: CommonAttentionMetadata) -> None:  # noqa: ANN401 - a builder's bound method
+    def __init__(self, build: Any, common: CommonAttentionMetadata) -> None:
         self._build = build
         self._common = common
         self._plan: Plan | None = None
@@ -43,8 +43,9 @@ class Batch:
             self._rest = self._build(0, common), tokens
         return self._rest
 
-    def beside(self, worker: Worker, own: Any) -> Any:  # noqa: ANN401 - metadata of any backend
-        """Metadata for layers that are not ours, such as a draft model's: they see of handed-over requests what is left of them."""
+    def beside(self, worker: Worker, own: Any) -> Any:
+        """Metadata for layers that are not ours, such as a draft model's: they see of handed-over requests what is left of
+        them."""
         if self._beside is None:
             common = without_freed(self._common, worker)
             self._beside = own if common is None else self._build(0, common)
@@ -92,8 +93,8 @@ def select_requests(common: CommonAttentionMetadata, numbers: list[int]) -> tupl
 
 
 def without_freed(common: CommonAttentionMetadata, worker: Worker) -> CommonAttentionMetadata | None:
-    """The metadata of a batch in which handed-over requests have only the blocks that they still hold: keys carry their positions, so
-    leaving blocks out is leaving tokens out. `None` if there are none."""
+    """The metadata of a batch in which handed-over requests have only the blocks that they still hold: keys carry their
+    positions, so leaving blocks out is leaving tokens out. `None` if there are none."""
     tables, lengths = common.block_table_tensor, common.seq_lens
     changed = False
     for number, length in enumerate(lengths[: common.num_reqs].tolist()):
@@ -120,8 +121,8 @@ def current_worker() -> Worker | None:
 def builder_over(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadataBuilder]:
     """A metadata builder that remembers what its metadata was built from."""
 
-    class OasisBuilder(base):  # type: ignore[misc, valid-type]
-        def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Any:  # noqa: ANN401
+    class OasisBuilder(base):
+        def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             metadata.oasis = Batch(super().build, common_attn_metadata)
             return metadata
@@ -132,15 +133,15 @@ def builder_over(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadata
 def impl_over(base: type[AttentionImpl]) -> type[AttentionImpl]:
     """An attention layer that leaves the rows of handed-over requests to OasisKV."""
 
-    class OasisImpl(base):  # type: ignore[misc, valid-type]
+    class OasisImpl(base):
         def forward(
             self,
-            layer: Any,  # noqa: ANN401 - an AttentionLayer, whose protocol has no name
+            layer: Any,
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
             kv_cache: torch.Tensor,
-            attn_metadata: Any,  # noqa: ANN401 - of the base backend
+            attn_metadata: Any,
             output: torch.Tensor,
             *args: Any,
             **kwargs: Any,
@@ -174,7 +175,7 @@ def backend_over(base: type[AttentionBackend]) -> type[AttentionBackend]:
     """An attention backend that is `base` in all but this."""
     impl, builder = impl_over(base.get_impl_cls()), builder_over(base.get_builder_cls())
 
-    class OasisBackend(base):  # type: ignore[misc, valid-type]
+    class OasisBackend(base):
         in_use = False
 
         @classmethod

@@ -1,5 +1,5 @@
-"""vLLM's block manager for full attention, but for requests that OasisKV attends to: their blocks go back to the pool while they
-run, and a fixed number of others is lent to OasisKV."""
+"""vLLM's block manager for full attention, but for requests that OasisKV attends to: their blocks go back to the pool while
+they run, and a fixed number of others is lent to OasisKV."""
 
 from __future__ import annotations
 

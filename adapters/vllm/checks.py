@@ -173,7 +173,7 @@ def check_versions() -> None:
         event(logging.WARNING, "vllm_untested", version=version, supported=SUPPORTED)
 
 
-def check_settings(vllm_config: Any, config: AdapterConfig | None) -> None:  # noqa: ANN401 - vLLM's VllmConfig
+def check_settings(vllm_config: Any, config: AdapterConfig | None) -> None:
     """Raises if the engine cannot be served with these settings.
 
     Args:
@@ -193,7 +193,7 @@ def check_settings(vllm_config: Any, config: AdapterConfig | None) -> None:  # n
         raise UnsupportedModel(complaint)
 
 
-def _check_connector(vllm_config: Any, config: AdapterConfig | None) -> None:  # noqa: ANN401
+def _check_connector(vllm_config: Any, config: AdapterConfig | None) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == "MultiConnector":
         children = (transfer.kv_connector_extra_config or {}).get("connectors", ())
@@ -227,7 +227,7 @@ def _check_connector(vllm_config: Any, config: AdapterConfig | None) -> None:  #
         )
 
 
-def _is_ours(backend: Any) -> bool:  # noqa: ANN401 - vLLM's AttentionBackendEnum
+def _is_ours(backend: Any) -> bool:
     """Whether this is the name `CUSTOM`, with a backend of OasisKV registered under it."""
     if getattr(backend, "name", None) != "CUSTOM":
         return False
@@ -237,11 +237,11 @@ def _is_ours(backend: Any) -> bool:  # noqa: ANN401 - vLLM's AttentionBackendEnu
         return False
 
 
-def _on_cpu(vllm_config: Any) -> bool:  # noqa: ANN401
+def _on_cpu(vllm_config: Any) -> bool:
     return str(vllm_config.device_config.device_type) == "cpu"
 
 
-def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:  # noqa: ANN401
+def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:
     parallel, cache, scheduler = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.scheduler_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         value = getattr(parallel, name, 1)
@@ -274,7 +274,7 @@ def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:  
                 yield f"{name} is {layout}; a kv head's tokens must lie together in a block: VLLM_KV_CACHE_LAYOUT=LBHNC"
 
 
-def _model_faults(vllm_config: Any) -> Iterator[str]:  # noqa: ANN401
+def _model_faults(vllm_config: Any) -> Iterator[str]:
     model = vllm_config.model_config
     text = model.hf_text_config
     name = f"model is {model.model}, "
@@ -351,7 +351,7 @@ def check_layers(layers: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{attribute} differs between layers ({told}); all that are served must have one shape")
 
 
-def _unless(value: Any, allowed: str) -> object:  # noqa: ANN401 - a text, or an enumeration of texts
+def _unless(value: Any, allowed: str) -> object:
     return False if value == allowed else getattr(value, "value", value)
 
 

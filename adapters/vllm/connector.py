@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -47,7 +47,7 @@ _DRAFT_FIRST, _DRAFT_LAST = 1, 256
 """What a draft model's layers keep of a request that was handed over: first device blocks, and last tokens."""
 
 
-class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     """Made by vLLM once in the scheduler and once in each worker."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -63,8 +63,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker: Worker | None = None
 
     def _layer_names(self) -> list[str]:
-        """The layers of our group, in the order in which they run, without those of a draft model: these come after the model's own in
-        number, or under a name of their own."""
+        """The layers of our group, in the order in which they run, without those of a draft model: these come after the model's
+        own in number, or under a name of their own."""
         count = self._vllm_config.model_config.get_total_num_hidden_layers()
         names = self._kv_cache_config.kv_cache_groups[self._group].layer_names
         own = [name for name in names if not name.startswith("draft_model.") and extract_layer_index(name) < count]
@@ -179,7 +179,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for here: the attention of a layer waits for the layer's own ticket."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Start to copy the blocks of a layer that are full now."""
         if self.worker is not None:
             self.worker.copy_layer(layer_name)
@@ -239,7 +239,7 @@ def _our_group(kv_cache_config: KVCacheConfig) -> int:
             ours.append(number)
     if len(ours) != 1:
         raise UnsupportedModel(
-            f"vLLM made {len(ours)} KV cache groups of layers with full attention that OasisKV can serve, and it needs exactly one. "
+            f"vLLM made {len(ours)} KV cache groups of layers with full attention that OasisKV can serve; it needs exactly one. "
             "On CUDA, also pass --attention-backend CUSTOM"
         )
     return ours[0]

@@ -1,4 +1,5 @@
-"""vLLM's KV cache tensors seen from outside: as slots of ours, and as keys and values in whatever order its kernels keep them."""
+"""vLLM's KV cache tensors seen from outside: as slots of ours, and as keys and values in whatever order its kernels keep
+them."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ def storage_of(cache: torch.Tensor) -> torch.Tensor:
 
 
 def check_layout(name: str, cache: torch.Tensor) -> None:
-    """Raises `ConfigError` unless a cache is `(blocks, kv_heads, tokens, 2 * head_dim)` with every block of a layer in one piece."""
+    """Raises `ConfigError` unless a cache is `(blocks, kv_heads, tokens, 2 * head_dim)` with every block of a layer in one
+    piece."""
     if cache.ndim == 4:
-        _, heads, tokens, content = cache.shape
+        _, _, tokens, content = cache.shape
         if cache.stride()[1:] == (tokens * content, content, 1):
             return
     raise ConfigError(
@@ -36,8 +38,8 @@ def check_layout(name: str, cache: torch.Tensor) -> None:
 class BlockReader:
     """Reads blocks of a layer as keys and values.
 
-    Kernels keep the tokens of a block as they like: transposed, packed in pairs. Which element lies where is learned once, by storing
-    numbered tokens into a scratch block.
+    Kernels keep the tokens of a block as they like: transposed, packed in pairs. Which element lies where is learned once, by
+        storing numbered tokens into a scratch block.
 
     Args:
         cache: `(blocks, kv_heads, tokens, 2 * head_dim)`, of any layer; only its shape and dtype matter.
@@ -68,8 +70,8 @@ class BlockReader:
             unit *= _DIGIT
         if not (found.sort(dim=1).values == numbers).all() or not (found == found[0]).all():
             raise ConfigError(
-                f"the attention backend keeps blocks of {self._tokens} tokens, {self._heads} kv heads and {cache.dtype} in a way that "
-                "OasisKV cannot read; use another --block-size or --kv-cache-dtype auto"
+                f"the attention backend keeps blocks of {self._tokens} tokens, {self._heads} kv heads and {cache.dtype} in a way "
+                "that OasisKV cannot read; use another --block-size or --kv-cache-dtype auto"
             )
         return found[0].argsort()
 

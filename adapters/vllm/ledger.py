@@ -49,7 +49,8 @@ class Ledger:
         host_blocks: device blocks' worth of tokens that the host may hold.
         max_model_len: most tokens of a request.
         kept_first, kept_last: own blocks of a request that are never freed, for the layers of a draft model.
-        restores: whether a request may begin with what the host has; not if layers that OasisKV does not know need their history too.
+        restores: whether a request may begin with what the host has; not if layers that OasisKV does not know need their
+            history too.
         shares: whether the host keeps what a request leaves, for others that begin alike.
     """
 
@@ -139,8 +140,8 @@ class Ledger:
     # What the block manager asks and tells
 
     def releasable(self, request_id: str, processed_tokens: int) -> int | None:
-        """How many of a request's own blocks, counted from the first, may be freed if it is handed over now; `None` if it should not
-        be. It must decode, and all but its last blocks must be on the host."""
+        """How many of a request's own blocks, counted from the first, may be freed if it is handed over now; `None` if it
+        should not be. It must decode, and all but its last blocks must be on the host."""
         entry = self._entries.get(request_id)
         if entry is None or entry.request.is_finished() or processed_tokens < entry.request.num_prompt_tokens:
             return None
@@ -179,9 +180,7 @@ class Ledger:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            entry = self._entries.get(request_id)
-            if entry is None and request.num_tokens >= self._handover_tokens:
-                entry = self._record(request)
+            entry = self._entries.get(request_id) or self._record(request)
             if entry is not None:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 message.rows[request_id] = self._row(entry, tokens, drafts, blocks_of(request_id))
@@ -229,7 +228,9 @@ class Ledger:
     # Entries
 
     def _record(self, request: Request) -> Entry | None:
-        """Begin to record a request that runs, if the host has room."""
+        """Begin to record a request that runs, if it is long enough and the host has room."""
+        if request.num_tokens < self._handover_tokens:
+            return None
         if self._fits(request):
             return self._open(request)
         if request.request_id not in self._refused:

@@ -126,7 +126,7 @@ class OasisKVPromMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
-        vllm_config: Any,  # noqa: ANN401 - vLLM's VllmConfig
+        vllm_config: Any,
         metric_types: dict[type[Any], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],

@@ -9,8 +9,8 @@ MAX_KEPT = 256
 
 
 class Prefixes:
-    """An index over the sequences that the host keeps. The hash of a block stands for all tokens up to its end, so a block that is
-    found means that everything before it is there too."""
+    """An index over the sequences that the host keeps. The hash of a block stands for all tokens up to its end, so a block that
+    is found means that everything before it is there too."""
 
     def __init__(self) -> None:
         self._hashes: dict[int, list[bytes]] = {}  # by key, the one that was not used for longest first

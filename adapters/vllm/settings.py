@@ -84,7 +84,7 @@ class AdapterConfig:
         return cls(core=core, handover_tokens=2 * core.budget_tokens if handover is None else handover)
 
     @classmethod
-    def from_vllm(cls, vllm_config: Any) -> Self | None:  # noqa: ANN401 - vLLM's VllmConfig
+    def from_vllm(cls, vllm_config: Any) -> Self | None:
         """The settings of the engine with this `VllmConfig`; `None` if OasisKV is not its connector.
 
         Raises:

@@ -18,7 +18,6 @@ from oasiskv.types import ModelShape
 from .device_blocks import BlockReader, storage_of
 from .messages import Row, Start, StepMessage
 
-
 _COUNTED = ("decoded_tokens", "stored_blocks", "loaded_blocks", "corrected_blocks", "late_layers")
 """Counters of the manager that are shown as metrics."""
 
@@ -187,7 +186,7 @@ class Worker:
             row = self._row_of(tables[number], length - tokens) if tokens else None
             if row is not None and (row.computed, row.tokens) != (length - tokens, tokens):
                 raise IntegrityError(
-                    f"a request has {tokens} tokens after {length - tokens}, and the scheduler said {row.tokens} after {row.computed}"
+                    f"a request has {tokens} tokens after {length - tokens}; the scheduler said {row.tokens} after {row.computed}"
                 )
             if row is not None and row.lent:
                 handed.append((row, starts[number]))

@@ -114,7 +114,7 @@ def test_every_setting_of_the_core_passes_through():
         "tier": ["memory:", "file:/tmp/y"],
         "segment_blocks": 4,
         "poison_freed": True,
-        "handover_tokens": 9,
+        "handover_tokens": 999,
     }
     assert set(given) == set(AdapterConfig.names())
     config = AdapterConfig.from_extra(json.loads(json.dumps(given)), 32)
@@ -153,7 +153,7 @@ def test_a_block_size_of_vllm_that_nothing_divides(host):
         ({"budget_tokens": 100}, "kv_connector_extra_config: budget_tokens is 100, not a multiple"),
         ({"budget_tokens": "2048"}, "budget_tokens is '2048'; it must be an integer"),
         ({"block_size": 5}, "block_size is 5"),
-        ({"handover_tokens": 15}, "handover_tokens is 15; it must be an integer of at least a block, 16"),
+        ({"handover_tokens": 159}, "handover_tokens is 159; it must be an integer of at least 160"),
         ({"handover_tokens": True}, "handover_tokens is True"),
         ({"handover_tokens": 100.0}, "handover_tokens is 100.0"),
     ],

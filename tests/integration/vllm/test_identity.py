@@ -1,0 +1,132 @@
+"""Where a handed-over request attends to everything, its tokens are those of the stock engine."""
+
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from .inside import EVERYTHING, Driver, assert_all_given_back, greedy, ledger, scheduler, worker
+
+pytestmark = pytest.mark.timeout(600)
+
+CHUNKS = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 400, "max_model_len": 2048}
+
+
+@pytest.fixture(scope="module")
+def tokens(smollm2, long_text):
+    return AutoTokenizer.from_pretrained(smollm2).encode(long_text[:20000])[:3000]
+
+
+@pytest.fixture(scope="module")
+def prompts(tokens):
+    """Overlapping nowhere at a block's start, 300 to 580 tokens, so that chunks of 256 cut them."""
+    return [tokens[150 * number : 190 * number + 300] for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def conversation(tokens, prompts):
+    """What a user says after the answer to the fourth prompt."""
+    return lambda answer: prompts[3] + answer + tokens[:40]
+
+
+@pytest.fixture(scope="module")
+def expected(engine, prompts, conversation):
+    stock = engine(**CHUNKS, enable_prefix_caching=False)
+    first = greedy(stock, prompts)
+    return first, greedy(stock, [conversation(first[3])])[0]
+
+
+@pytest.fixture(scope="module")
+def ours(engine, expected):
+    """An engine with prefix caching in which everything long is handed over; made after the stock engine has gone."""
+    return engine(EVERYTHING, **CHUNKS, enable_prefix_caching=True)
+
+
+def test_one_request(ours, prompts, expected):
+    assert greedy(ours, prompts[:1]) == expected[0][:1]
+    assert ledger(ours).counts["handovers"] == 1
+    assert worker().manager.stats().decoded_tokens > 16
+
+
+def test_eight_requests_in_chunks(ours, prompts, expected):
+    before = ledger(ours).counts["handovers"]
+    assert greedy(ours, prompts) == expected[0]
+    assert ledger(ours).counts["handovers"] == before + 8
+    worker().manager.check_integrity()
+
+
+def test_shared_prefixes_from_the_device(ours, prompts, expected):
+    assert greedy(ours, prompts) == expected[0]
+    assert ledger(ours).counts["freed_device_blocks"] > 100
+
+
+def test_a_prefix_from_the_host(ours, prompts, conversation, expected):
+    scheduler(ours).kv_cache_manager.reset_prefix_cache()  # the device has forgotten it
+    before = ledger(ours).counts["host_prefix_hit_tokens"]
+    assert greedy(ours, [conversation(expected[0][3])]) == [expected[1]]
+    assert ledger(ours).counts["host_prefix_hit_tokens"] >= before + len(prompts[3]) // 32 * 32
+    worker().manager.check_integrity()
+
+
+def test_a_preempted_request_resumes_from_the_host(ours, prompts, expected):
+    scheduler(ours).kv_cache_manager.reset_prefix_cache()
+    ledger(ours).forget()
+    driver = Driver(ours)
+    driver.add("preempted", prompts[7])
+    while len(driver.tokens["preempted"]) < 12:
+        driver.step()
+    before = ledger(ours).counts["host_resumes"]
+    request = driver.scheduler.running.pop()
+    driver.scheduler._preempt_request(request, 0.0)
+    driver.scheduler.kv_cache_manager.reset_prefix_cache()
+    assert driver.finish()["preempted"] == expected[0][7]
+    assert ledger(ours).counts["host_resumes"] == before + 1
+    assert_all_given_back(ours)
+
+
+def test_an_abort_in_the_middle_disturbs_nobody(ours, prompts, expected):
+    driver = Driver(ours)
+    driver.add("stays", prompts[5])
+    driver.add("goes", prompts[6])
+    while len(driver.tokens["goes"]) < 8:
+        driver.step()
+    driver.abort("goes")
+    assert driver.finish()["stays"] == expected[0][5]
+    assert_all_given_back(ours)
+
+
+def test_many_that_come_and_go(ours, prompts, expected):
+    """64 requests arrive at random; a fifth of them is cancelled at random; the scheduler preempts by itself now and then."""
+    chance = random.Random(7)
+    driver = Driver(ours)
+    waiting = list(range(64))
+    chance.shuffle(waiting)
+    cancelled = set()
+    before = ledger(ours).counts["host_resumes"]
+    busy = True
+    while waiting or busy:
+        while waiting and chance.random() < 0.4:
+            number = waiting.pop()
+            driver.add(str(number), prompts[number % 8][: 300 + 10 * (number % 3)] if number >= 56 else prompts[number % 8], 24)
+        busy = driver.step()
+        if chance.random() < 0.1 and driver.scheduler.running:
+            victim = chance.choice(driver.scheduler.running).request_id
+            cancelled.add(victim.split("-")[0])
+            driver.abort(victim.split("-")[0])
+        if chance.random() < 0.05 and len(driver.scheduler.running) > 1:
+            driver.scheduler._preempt_request(driver.scheduler.running.pop(), 0.0)
+            driver.scheduler.kv_cache_manager.reset_prefix_cache()
+    for number in range(56):
+        if str(number) not in cancelled:
+            assert driver.tokens[str(number)] == expected[0][number % 8], number
+    assert ledger(ours).counts["host_resumes"] > before
+    assert 0 < len(cancelled) < 40
+    assert_all_given_back(ours)
+
+
+def test_a_host_that_is_full_leaves_requests_to_vllm(engine, prompts, expected):
+    small = engine({**EVERYTHING, "arena_bytes": 30 * 1024**2}, **CHUNKS)  # one and a half of these requests
+    assert greedy(small, prompts[:4]) == expected[0][:4]
+    assert ledger(small).counts["refused_handovers.host_full"] >= 1
+    assert ledger(small).counts["handovers"] >= 1
+    assert_all_given_back(small)
