@@ -42,8 +42,8 @@ class LentPool(Pool):
         wanted = (2, block_size, shape.head_dim)
         if slots.ndim != 4 or tuple(slots.shape[1:]) != wanted or slots.dtype != shape.dtype or not slots.is_contiguous():
             raise ConfigError(
-                f"slots is {slots.dtype} {tuple(slots.shape)}; it must be contiguous {shape.dtype} slots of {wanted}: 2, block_size, "
-                "head_dim"
+                f"slots is {slots.dtype} {tuple(slots.shape)}; it must be contiguous {shape.dtype} slots of {wanted}: "
+                "2, block_size, head_dim"
             )
         if len(layer_slots) != shape.num_layers:
             raise ConfigError(f"layer_slots has {len(layer_slots)} entries for {shape.num_layers} layers; pass one per layer")
@@ -53,13 +53,15 @@ class LentPool(Pool):
         self._parts = host_block_size // block_size
         if host_block_slots < shape.kv_heads * self._parts:
             raise ConfigError(
-                f"host_block_slots is {host_block_slots}; a block of {shape.kv_heads} heads takes {shape.kv_heads * self._parts} slots"
+                f"host_block_slots is {host_block_slots}; a block of {shape.kv_heads} heads takes "
+                f"{shape.kv_heads * self._parts} slots"
             )
         self._host_block_slots = host_block_slots
         block_slots = shape.kv_heads * self._parts
         if min(layer_slots) < 0 or max(layer_slots) + block_slots > len(slots):
             raise ConfigError(
-                f"layer_slots is {list(layer_slots)}; a block of {block_slots} slots from there on must lie within {len(slots)} slots"
+                f"layer_slots is {list(layer_slots)}; a block of {block_slots} slots from there on must lie within "
+                f"{len(slots)} slots"
             )
         self.num_strips = ((len(slots) - max(layer_slots) - block_slots) // host_block_slots + 1) * self._parts
         device = slots.device

@@ -147,8 +147,8 @@ class KVManager:
         """Give back everything that a sequence holds, and abort what it adopts. Its handle is dead afterwards."""
         self._check_idle(sequence)
         self.drain()
-        for adoption in [adoption for adoption in self.adoptions if adoption.sequence is sequence]:
-            adoption.abort()
+        for pending in [pending for pending in self.adoptions if pending.sequence is sequence]:
+            pending.abort()
         rooms = self.rooms
         rooms.arena.release(sequence.pages)
         rooms.pool.release(sequence.strips)
@@ -438,8 +438,8 @@ class KVManager:
         if self._open is not None:
             self._open.abort()
         self.scheduler.close()
-        for adoption in list(self.adoptions):
-            adoption.abort()
+        for pending in list(self.adoptions):
+            pending.abort()
         for sequence in self._sequences.values():
             sequence.phase = Phase.FREED
         self._sequences.clear()

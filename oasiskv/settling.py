@@ -157,9 +157,8 @@ def _best(manager: KVManager, sequence: Sequence, layer: int) -> tuple[torch.Ten
     sets, config = manager.rooms.sets, manager.config
     low, high = config.sink_blocks, window_start(config, sequence.length)
     if low == high:
-        nothing = (manager.shape.kv_heads, 0)
-        device = manager.shape.device
-        return torch.empty(nothing, dtype=torch.int64, device=device), torch.empty(nothing, device=device)
+        none = torch.empty((manager.shape.kv_heads, 0), device=manager.shape.device)
+        return none.long(), none
     rows = min(sets.recent_rows, sequence.length)
     queries = sets.recent[layer][sequence.row : sequence.row + 1, sets.recent_rows - rows :]
     pages = torch.tensor([sequence.pages], dtype=torch.int64, device=manager.shape.device)

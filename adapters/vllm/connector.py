@@ -239,7 +239,7 @@ def _our_group(kv_cache_config: KVCacheConfig) -> int:
             ours.append(number)
     if len(ours) != 1:
         raise UnsupportedModel(
-            f"vLLM made {len(ours)} KV cache groups of layers with full attention that OasisKV can serve; it needs exactly one. "
+            f"vLLM made {len(ours)} KV cache groups of layers with full attention that OasisKV can serve; it needs one. "
             "On CUDA, also pass --attention-backend CUSTOM"
         )
     return ours[0]

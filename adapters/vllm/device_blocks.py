@@ -70,8 +70,8 @@ class BlockReader:
             unit *= _DIGIT
         if not (found.sort(dim=1).values == numbers).all() or not (found == found[0]).all():
             raise ConfigError(
-                f"the attention backend keeps blocks of {self._tokens} tokens, {self._heads} kv heads and {cache.dtype} in a way "
-                "that OasisKV cannot read; use another --block-size or --kv-cache-dtype auto"
+                f"the attention backend keeps blocks of {self._tokens} tokens, {self._heads} kv heads and {cache.dtype} in a "
+                "way that OasisKV cannot read; use another --block-size or --kv-cache-dtype auto"
             )
         return found[0].argsort()
 

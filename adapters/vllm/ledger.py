@@ -180,10 +180,10 @@ class Ledger:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            entry = self._entries.get(request_id) or self._record(request)
-            if entry is not None:
+            recorded = self._entries.get(request_id) or self._record(request)
+            if recorded is not None:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-                message.rows[request_id] = self._row(entry, tokens, drafts, blocks_of(request_id))
+                message.rows[request_id] = self._row(recorded, tokens, drafts, blocks_of(request_id))
         self._next = StepMessage()
         return message
 

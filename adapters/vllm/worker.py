@@ -186,7 +186,7 @@ class Worker:
             row = self._row_of(tables[number], length - tokens) if tokens else None
             if row is not None and (row.computed, row.tokens) != (length - tokens, tokens):
                 raise IntegrityError(
-                    f"a request has {tokens} tokens after {length - tokens}; the scheduler said {row.tokens} after {row.computed}"
+                    f"a request has {tokens} tokens after {length - tokens}; the scheduler says {row.tokens} at {row.computed}"
                 )
             if row is not None and row.lent:
                 handed.append((row, starts[number]))

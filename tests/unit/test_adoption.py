@@ -82,7 +82,7 @@ def test_within_the_budget_nothing_is_missed(summary, prompt, drafts, sharp, wor
     host = Host(
         budget_tokens=160, correction_blocks=4, summary=summary, workers=workers, blocks=40, tier=tier, segment_blocks=2
     )
-    # The last 4 of 40 blocks find no place, since the ring keeps as many for drafts: they are corrected, if estimates give them mass.
+    # The last 4 of 40 blocks find no place, since the ring keeps as many for drafts; corrected if estimates give them mass.
     most = 160 if sharp == 1 else 144
     with host.manager:
         sequence = host.started(prompt)
@@ -302,9 +302,9 @@ def test_what_is_lent_must_fit():
         for content, tokens in ((tail, 0), (tail, 4), (None, 2), (tail, -1)):
             with pytest.raises(InputError, match=f"tail_tokens is {tokens}"):
                 lend(sequence, strips, content, tokens)
-        with pytest.raises(InputError, match="tail is torch.float32"):
+        with pytest.raises(InputError, match=r"tail is torch.float32"):
             lend(sequence, strips, tail[:1], 1)
-        with pytest.raises(InputError, match="tail is torch.float64"):
+        with pytest.raises(InputError, match=r"tail is torch.float64"):
             lend(sequence, strips, tail.double(), 1)
         host.check()
 
@@ -317,7 +317,7 @@ def test_a_manager_with_a_pool_of_its_own_borrows_nothing():
             lambda: manager.lend(sequence, list(range(10))),
             lambda: manager.branch(sequence, 0),
         ):
-            with pytest.raises(StateError, match="pool of its own"):
+            with pytest.raises(StateError, match=r"pool of its own"):
                 call()
         manager.reclaim(sequence)
         manager.check_integrity()
@@ -327,12 +327,12 @@ def test_adoptions_that_go_wrong():
     host = Host()
     with host.manager:
         sequence = host.create()
-        with pytest.raises(InputError, match="adopt at least 1 block"):
+        with pytest.raises(InputError, match=r"adopt at least 1 block"):
             host.manager.adopt(sequence, 0)
         adoption = host.manager.adopt(sequence, 2)
-        with pytest.raises(InputError, match="these must be torch.float32"):
+        with pytest.raises(InputError, match=r"these must be torch.float32"):
             adoption.write(0, content(3))
-        with pytest.raises(InputError, match="torch.float64"):
+        with pytest.raises(InputError, match=r"torch.float64"):
             adoption.write(0, content(2).double())
         adoption.write(1, content(2))
         for layer in (1, 2, -1):

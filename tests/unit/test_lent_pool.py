@@ -52,7 +52,7 @@ def test_the_memory_is_the_engines():
     assert pool.allocate(0) == []
     assert pool.can_allocate(0)
     assert not pool.can_allocate(1)
-    with pytest.raises(StateError, match="KVManager.lend"):
+    with pytest.raises(StateError, match=r"KVManager.lend"):
         pool.allocate(1)
     pool.release([0, 1])
     assert (pool.slots == 1).all()

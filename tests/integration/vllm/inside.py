@@ -4,7 +4,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 EVERYTHING = {"budget_tokens": 1024, "handover_tokens": 256, "correction_margin": 0, "swap_margin": 0}
-"""Settings with which a handed-over request of up to 1,024 tokens attends to everything: its tokens must be the stock engine's."""
+"""Settings with which a request of up to 1,024 tokens attends to everything once handed over: it gets the stock tokens."""
 
 
 def greedy(engine, prompts, tokens=24, **sampling):
