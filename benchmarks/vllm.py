@@ -1,6 +1,6 @@
 """The vLLM adapter against stock vLLM: requests at once, throughput, quality, needles, and what a short request pays.
 
-Every engine runs in a process of its own. What is compared by time runs in turns, and each row is the median of the turns' ratios.
+Every engine runs in a process of its own. What is compared by time runs in turns; a row is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def engine(task: str, oasis: dict[str, Any] | None, settings: dict[str, Any], **
 
 
 def divergence(ours: dict[str, float], stock: dict[str, float]) -> float:
-    """KL of the stock engine's distribution at a place from ours, in nats, over its likeliest tokens and all others together. A token that
-    ours does not list has at most the least that it lists."""
+    """KL of the stock engine's distribution at a place from ours, in nats, over its likeliest tokens and all others together. A
+    token that ours does not list has at most the least that it lists."""
     least = min(ours.values())
     total, rest_stock, rest_ours = 0.0, 1.0, 1.0
     for token, value in stock.items():
@@ -104,7 +104,7 @@ def quality(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
 
 def needles(tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:  # noqa: ANN401 - a transformers tokenizer
     """Facts that the stock engine finds in documents of 4,000 tokens; the document is read once, its questions share it."""
-    documents = retrieval.documents(texts.read("essays"), 4000, lambda text: len(tokenizer.encode(text)), seed=1)
+    documents = retrieval.documents(texts.read("manual"), 4000, lambda text: len(tokenizer.encode(text)), seed=1)
     items = [(document, item) for document in documents[: 1 if options.quick else None] for item in document.items]
     prompts = [tokenizer.encode(document.text + item.question) for document, item in items]
     settings: dict[str, Any] = {"num_gpu_blocks_override": 320, "max_model_len": 6000}

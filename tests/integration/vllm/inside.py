@@ -44,6 +44,11 @@ class Driver:
     def abort(self, name):
         self.engine.abort_request([name])
 
+    def preempt(self):
+        """Preempt the request that came last, as a scheduler short of blocks does, and let the device forget all prefixes."""
+        self.scheduler._preempt_request(self.scheduler.running.pop(), 0.0)
+        self.pool.evict_blocks(set(range(1, self.pool.num_gpu_blocks)))
+
     def step(self):
         """One step; returns whether there is more to do."""
         for output in self.engine.step():

@@ -76,9 +76,7 @@ def test_a_preempted_request_resumes_from_the_host(ours, prompts, expected):
     while len(driver.tokens["preempted"]) < 12:
         driver.step()
     before = ledger(ours).counts["host_resumes"]
-    request = driver.scheduler.running.pop()
-    driver.scheduler._preempt_request(request, 0.0)
-    driver.scheduler.kv_cache_manager.reset_prefix_cache()
+    driver.preempt()
     assert driver.finish()["preempted"] == expected[0][7]
     assert ledger(ours).counts["host_resumes"] == before + 1
     assert_all_given_back(ours)
@@ -96,7 +94,7 @@ def test_an_abort_in_the_middle_disturbs_nobody(ours, prompts, expected):
 
 
 def test_many_that_come_and_go(ours, prompts, expected):
-    """64 requests arrive at random; a fifth of them is cancelled at random; the scheduler preempts by itself now and then."""
+    """64 requests arrive at random; a fifth of them is cancelled at random; some are preempted."""
     chance = random.Random(7)
     driver = Driver(ours)
     waiting = list(range(64))
@@ -107,16 +105,15 @@ def test_many_that_come_and_go(ours, prompts, expected):
     while waiting or busy:
         while waiting and chance.random() < 0.4:
             number = waiting.pop()
-            driver.add(str(number), prompts[number % 8][: 300 + 10 * (number % 3)] if number >= 56 else prompts[number % 8], 24)
+            driver.add(str(number), prompts[number % 8])
         busy = driver.step()
         if chance.random() < 0.1 and driver.scheduler.running:
             victim = chance.choice(driver.scheduler.running).request_id
             cancelled.add(victim.split("-")[0])
             driver.abort(victim.split("-")[0])
         if chance.random() < 0.05 and len(driver.scheduler.running) > 1:
-            driver.scheduler._preempt_request(driver.scheduler.running.pop(), 0.0)
-            driver.scheduler.kv_cache_manager.reset_prefix_cache()
-    for number in range(56):
+            driver.preempt()
+    for number in range(64):
         if str(number) not in cancelled:
             assert driver.tokens[str(number)] == expected[0][number % 8], number
     assert ledger(ours).counts["host_resumes"] > before
