@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 Result = dict[str, Any]
@@ -91,7 +92,8 @@ def main() -> None:
     }.items():
         os.environ.setdefault(name, value)
     llm = engine(job["oasis"], **job["settings"])
-    result = {"load": load, "generate": generate, "score": score}[job["task"]](llm, **job["arguments"])
+    task: Callable[..., Result] = {"load": load, "generate": generate, "score": score}[job["task"]]
+    result = task(llm, **job["arguments"])
     llm.llm_engine.engine_core.shutdown()
     print("RESULT", json.dumps(result))
 

@@ -16,4 +16,5 @@ def register() -> None:
     KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", "OasisConnector")
     # vLLM's CPU platform takes no other backend than CPU_ATTN, but honours where that name leads.
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.cpu.OasisCPUBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.cuda.OasisCUDABackend")
     register_spec()

@@ -32,8 +32,7 @@ class Batch:
         if self._plan is None:
             common = self._common
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-            lengths = common.seq_lens[: common.num_reqs].tolist()
-            self._plan = worker.plan(starts, lengths, common.block_table_tensor)
+            self._plan = worker.plan(starts, _lengths(common), common.block_table_tensor)
         return self._plan
 
     def rest(self, dense: list[int]) -> tuple[Any, torch.Tensor]:
@@ -97,17 +96,24 @@ def without_freed(common: CommonAttentionMetadata, worker: Worker) -> CommonAtte
     positions, so leaving blocks out is leaving tokens out. `None` if there are none."""
     tables, lengths = common.block_table_tensor, common.seq_lens
     changed = False
-    for number, length in enumerate(lengths[: common.num_reqs].tolist()):
-        row = worker.lent_row(tables[number], length) if length else None
-        if row is None:
+    own = _lengths(common)
+    for number, row in enumerate(worker.rows_at(tables, [length - 1 for length in own])):
+        if row is None or not row.lent:
             continue
         if not changed:
             tables, lengths, changed = tables.clone(), lengths.clone(), True
         first, last = row.freed
         kept = torch.cat([tables[number, :first], tables[number, last:]])
         tables[number, : len(kept)] = kept
-        lengths[number] = length - (last - first) * worker.block_size
+        lengths[number] -= (last - first) * worker.block_size
     return dataclasses.replace(common, block_table_tensor=tables, seq_lens=lengths) if changed else None
+
+
+def _lengths(common: CommonAttentionMetadata) -> list[int]:
+    """Tokens of each request after this step. What the host knows is exact, since drafts are never scheduled ahead of time."""
+    known = common.seq_lens_cpu_upper_bound
+    lengths: list[int] = (known if known is not None else common.seq_lens)[: common.num_reqs].tolist()
+    return lengths
 
 
 def current_worker() -> Worker | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -181,9 +182,11 @@ class Worker:
         """
         plan = Plan()
         handed: list[tuple[Row, int]] = []
-        for number, length in enumerate(lengths):
-            tokens = starts[number + 1] - starts[number]
-            row = self._row_of(tables[number], length - tokens) if tokens else None
+        counts = [end - start for start, end in pairwise(starts)]
+        befores = [length - tokens for length, tokens in zip(lengths, counts, strict=True)]
+        for number, (length, tokens, row) in enumerate(zip(lengths, counts, self.rows_at(tables, befores), strict=True)):
+            if not tokens:
+                continue
             if row is not None and (row.computed, row.tokens) != (length - tokens, tokens):
                 raise IntegrityError(
                     f"a request has {tokens} tokens after {length - tokens}; the scheduler says {row.tokens} at {row.computed}"
@@ -191,27 +194,29 @@ class Worker:
             if row is not None and row.lent:
                 handed.append((row, starts[number]))
                 continue
-            if tokens:
-                plan.dense.append(number)
+            plan.dense.append(number)
             if row is not None:
                 plan.watched.append(self._sequences[row.key])
                 plan.counts.append(tokens)
                 plan.starts.append(row.computed)
-                own = torch.arange(starts[number], starts[number] + tokens)
+                own = torch.arange(starts[number], starts[number] + tokens, device=tables.device)
                 plan.watched_tokens = own if plan.watched_tokens is None else torch.cat([plan.watched_tokens, own])
         if handed:
             self._open_step([row for row, _ in handed])
             plan.step = self._step
-            plan.ours = torch.cat([torch.arange(start, start + row.tokens) for row, start in handed])
+            plan.ours = torch.cat([torch.arange(start, start + row.tokens, device=tables.device) for row, start in handed])
         return plan
 
-    def _row_of(self, table: torch.Tensor, position: int) -> Row | None:
-        return self._owners.get(int(table[position // self.block_size]))
+    def rows_at(self, tables: torch.Tensor, positions: list[int]) -> list[Row | None]:
+        """The scheduler's rows of a batch's requests, known by the device block that holds a position: the first of a step, or
+        one that a draft model has run ahead to. `None` for requests that are not recorded.
 
-    def lent_row(self, table: torch.Tensor, length: int) -> Row | None:
-        """The row of a request that was handed over, by its last block; draft models run some tokens ahead of the step."""
-        row = self._row_of(table, length - 1)
-        return row if row is not None and row.lent else None
+        Args:
+            tables: `(requests, blocks)` device blocks, with more rows perhaps.
+        """
+        columns = torch.tensor(positions, device=tables.device).clamp(min=0) // self.block_size
+        blocks = tables[: len(positions)].gather(1, columns[:, None].to(torch.int64))[:, 0].tolist()
+        return [self._owners.get(block) for block in blocks]
 
     @torch.inference_mode(False)
     @torch.no_grad()
