@@ -92,8 +92,8 @@ def main() -> None:
     }.items():
         os.environ.setdefault(name, value)
     llm = engine(job["oasis"], **job["settings"])
-    task: Callable[..., Result] = {"load": load, "generate": generate, "score": score}[job["task"]]
-    result = task(llm, **job["arguments"])
+    tasks: dict[str, Callable[..., Result]] = {"load": load, "generate": generate, "score": score}
+    result = tasks[job["task"]](llm, **job["arguments"])
     llm.llm_engine.engine_core.shutdown()
     print("RESULT", json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: numba, which n-gram drafts bring in, keeps vLLM's CPU build from making another one beside it.
+"""An engine in a process of its own: once n-gram drafts have imported numba, vLLM's CPU build makes no other one in a process.
 
 Reads `{"settings": arguments of LLM, "prompts": token ids, "tokens": how many}` from standard input and prints the token ids.
 """

