@@ -63,9 +63,9 @@ def divergence(ours: dict[str, float], stock: dict[str, float]) -> float:
 
 
 def at_once(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
-    """Prompts of 3,000 to 6,000 tokens in a KV space of 7,680."""
-    count, follow, turns = (8, 64, 1) if options.quick else (12, 512, options.turns)
-    space = {"num_gpu_blocks_override": 240, "max_model_len": 7000, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
+    """Prompts of 3,000 to 6,000 tokens in a KV space of 12,800."""
+    count, follow, turns = (6, 64, 1) if options.quick else (12, options.follow, options.turns)
+    space = {"num_gpu_blocks_override": 400, "max_model_len": 7000, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
     lengths = [3000 + 3000 * (number * 7 % count) // count for number in range(count)]
     prompts = [tokens[1500 * number : 1500 * number + length] for number, length in enumerate(lengths)]
     ratios, decoding, most = [], [], []
@@ -79,7 +79,7 @@ def at_once(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
         most.append(ours["most_running"] / stock["most_running"])
         ratios.append(ours["tokens_per_second"] / stock["tokens_per_second"])
         decoding.append(ours["decode_tokens_per_second"] / stock["decode_tokens_per_second"])
-    what = f"{count} prompts of 3-6K tokens, {follow} more each, KV space of 7,680 tokens, budget {options.budget}"
+    what = f"{count} prompts of 3-6K tokens, {follow} more each, KV space of 12,800 tokens, budget {options.budget}"
     yield at_least("at_once", f"requests at once: {what}", statistics.median(most), "x stock", 4)
     yield at_least("throughput", "throughput, reading the prompts included", statistics.median(ratios), "x stock", 2)
     yield at_least("decoding", "throughput of steps that only decode", statistics.median(decoding), "x stock", 2)
@@ -158,6 +158,7 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     rows = ["at-once", "quality", "needles", "short"]
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, help="rows to measure")
     parser.add_argument("--budget", type=int, default=512, help="budget_tokens where requests compete for space")
+    parser.add_argument("--follow", type=int, default=512, help="tokens that follow each prompt where requests compete for space")
     parser.add_argument("--turns", type=int, default=3, help="turns of what is timed")
 
 
