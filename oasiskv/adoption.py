@@ -124,11 +124,13 @@ def reclaim(manager: KVManager, sequence: Sequence) -> None:
     """See `KVManager.reclaim`."""
     if not sequence.strips:
         return
-    manager.drain()
-    layout.become_unsettled(manager.rooms, sequence)
-    sequence.strips = []
-    manager.rooms.sets.set_strips(sequence.row, [])
-    sequence.length = len(sequence.pages) * manager.config.block_size
+    try:
+        manager.drain()
+    finally:  # the host has the memory back, whatever the background work came to
+        layout.become_unsettled(manager.rooms, sequence)
+        sequence.strips = []
+        manager.rooms.sets.set_strips(sequence.row, [])
+        sequence.length = len(sequence.pages) * manager.config.block_size
 
 
 def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
@@ -144,6 +146,7 @@ def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
     child.pages = sequence.pages[: length // size]
     child.length = length
     child.summarised = min(sequence.summarised, len(child.pages))
+    child.acceptance = sequence.acceptance
     rooms.arena.share(child.pages)
     rooms.sets.set_pages(child.row, 0, child.pages)
     for recent in rooms.sets.recent:

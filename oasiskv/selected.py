@@ -181,7 +181,7 @@ class SharedSelected(Selected):
         rows = torch.tensor([row], device=blocks.device)
         places = torch.arange(blocks.shape[2], device=blocks.device)
         for layer, chosen in enumerate(blocks):
-            nothing = torch.full_like(chosen[None], EMPTY)
+            nothing = torch.full_like(self.blocks[layer][rows], EMPTY)
             wanted = torch.where(chosen >= 0, places, EMPTY)[None]
             ops.exchange_slots(self.slots[layer], self.free, self.free_count, rows, nothing, wanted)
 
