@@ -158,7 +158,7 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     rows = ["at-once", "quality", "needles", "short"]
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, help="rows to measure")
     parser.add_argument("--budget", type=int, default=512, help="budget_tokens where requests compete for space")
-    parser.add_argument("--follow", type=int, default=512, help="tokens that follow each prompt where requests compete for space")
+    parser.add_argument("--follow", type=int, default=512, help="tokens after each prompt where requests compete for space")
     parser.add_argument("--turns", type=int, default=3, help="turns of what is timed")
 
 

@@ -27,6 +27,7 @@ from .device_blocks import BlockReader, check_layout
 from .ledger import Ledger
 from .messages import Acknowledgement, StepMessage
 from .metrics import OasisKVPromMetrics, OasisKVStats
+from .rotary import rotary_of_model
 from .settings import AdapterConfig
 from .spec import OasisSpec
 from .worker import Worker
@@ -165,7 +166,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             first.impl.do_kv_cache_update(first, keys, values, cache, mapping)
 
         reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
-        self.worker = Worker(self._settings.core, caches, first.num_heads, reader)
+        rotary = rotary_of_model(first.head_size)
+        self.worker = Worker(self._settings.core, caches, first.num_heads, reader, rotary)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first hook of a step: obey its message before anything is overwritten."""

@@ -14,7 +14,7 @@ from oasiskv.errors import IntegrityError
 from oasiskv.lent_pool import LentPool
 from oasiskv.sequence import Sequence
 from oasiskv.step import Step
-from oasiskv.types import ModelShape
+from oasiskv.types import ModelShape, Rotary
 
 from .device_blocks import BlockReader, storage_of
 from .messages import Row, Start, StepMessage
@@ -52,9 +52,17 @@ class Worker:
         caches: `(blocks, kv_heads, tokens, 2 * head_dim)` by layer, in the order in which the layers run.
         query_heads: of a layer, on this worker.
         reader: of the caches' blocks.
+        rotary: of the model's keys, if it is known.
     """
 
-    def __init__(self, config: OasisConfig, caches: dict[str, torch.Tensor], query_heads: int, reader: BlockReader) -> None:
+    def __init__(
+        self,
+        config: OasisConfig,
+        caches: dict[str, torch.Tensor],
+        query_heads: int,
+        reader: BlockReader,
+        rotary: Rotary | None = None,
+    ) -> None:
         first = next(iter(caches.values()))
         _, kv_heads, self.block_size, content = first.shape
         shape = ModelShape(
@@ -64,6 +72,7 @@ class Worker:
             head_dim=content // 2,
             dtype=first.dtype,
             device=first.device,
+            rotary=rotary,
         )
         self._numbers = {name: number for number, name in enumerate(caches)}
         self._caches = list(caches.values())
@@ -130,7 +139,8 @@ class Worker:
                     adoption.write(layer, parts[layer, :full])
                 adoption.commit()
             tail = parts[:, full] if left % manager.config.block_size else None
-        manager.lend(sequence, self._pool.strips_of(row.lent), tail, left % manager.config.block_size)
+        strips = self._pool.strips_of(row.lent)[: manager.config.budget_blocks]  # the last block may have some to spare
+        manager.lend(sequence, strips, tail, left % manager.config.block_size)
 
     def _crop(self, sequence: Sequence, blocks: int) -> None:
         """Forget what a sequence has beyond some device blocks: it will be computed again."""

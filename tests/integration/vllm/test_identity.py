@@ -48,6 +48,12 @@ def test_one_request(ours, prompts, expected):
     assert worker().manager.stats().decoded_tokens > 16
 
 
+def test_the_summaries_know_how_keys_turn(ours):
+    shape = worker().manager.shape
+    assert shape.rotary.scaling == 1
+    assert shape.rotary.angles == pytest.approx([100000 ** (-plane / 32) for plane in range(32)], rel=1e-4)
+
+
 def test_eight_requests_in_chunks(ours, prompts, expected):
     before = ledger(ours).counts["handovers"]
     assert greedy(ours, prompts) == expected[0]
