@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import layout
-from .errors import InputError, StateError
+from .errors import ArenaExhausted, InputError, StateError
 from .sequence import Phase, Sequence
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Adoption:
         self._manager = manager
         self.sequence = sequence
         self._before = list(sequence.pages)
-        self.pages = manager.rooms.arena.allocate(num_blocks)
+        self.pages = _allocate(manager, num_blocks)
         self._num_blocks = num_blocks
         self._index = torch.tensor(self.pages, dtype=torch.int64)
         self._missing = set(range(manager.shape.num_layers))
@@ -96,6 +96,21 @@ class Adoption:
     def _check_open(self) -> None:
         if not self.pages:
             raise StateError("the blocks were committed or aborted; adopt them anew")
+
+
+def _allocate(manager: KVManager, count: int) -> list[int]:
+    """Pages for blocks. A host may adopt for long and begin no step: then what the last steps have used makes room, too."""
+    arena, device = manager.rooms.arena, manager.shape.device
+    try:
+        return arena.allocate(count)
+    except ArenaExhausted:
+        if not arena.tiered or manager.open_step is not None:
+            raise
+    manager.drain()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    arena.rest()
+    return arena.allocate(count)
 
 
 def lend(manager: KVManager, sequence: Sequence, strips: list[int], tail: torch.Tensor | None, tail_tokens: int) -> None:

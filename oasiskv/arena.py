@@ -189,6 +189,9 @@ class Arena:
     def begin_step(self) -> None:
         """A step begins."""
 
+    def rest(self) -> None:
+        """Nobody reads slots now but under a lease: no step is open, and neither background nor device is at work."""
+
     def tier_stats(self) -> dict[str, int]:
         """The fields of `Stats` about the tier store."""
         return {}

@@ -230,7 +230,9 @@ class KVManager:
         Raises:
             InputError: no blocks.
             StateError: the pool is not lent, or the sequence holds lent strips.
-            ArenaExhausted: no room for them.
+            ArenaExhausted: no room for them. Above a tier store, blocks that are not stored yet take it all, or a step is open
+                that may use others.
+            WorkerError: background work failed, for which making room has waited.
         """
         self._check_idle(sequence)
         adoption = Adoption(self, sequence, num_blocks)

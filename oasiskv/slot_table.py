@@ -10,7 +10,7 @@ import numpy as np
 from .types import EMPTY
 
 PROTECTED_STEPS = 2
-"""What was used in the present step or the one before it stays, besides what is leased: a device may still be reading it."""
+"""What was read in the present step or the one before it stays, besides what is leased: a device may still be reading it."""
 
 _EVICTED_SHARE = 1 / 64
 """Slots that are freed at a time, as a share of a layer's, so that the search for the oldest is seldom."""
@@ -70,16 +70,23 @@ class SlotTable:
         """What was used two steps ago may be evicted now."""
         self._clock += 1
 
+    def rest(self) -> None:
+        """All that was used may be evicted now."""
+        self._clock += PROTECTED_STEPS
+
     def find(self, layer: int, pages: np.ndarray) -> np.ndarray:
         """Where blocks are now: `(S, kv_heads, K)` pages to slots; `EMPTY` stays `EMPTY`."""
         heads = np.arange(self._heads)[:, None]
         return np.where(pages >= 0, self.slots[layer, np.maximum(pages, 0), heads], EMPTY)
 
     def place(self, layer: int, pages: list[int]) -> None:
-        """Give every head of new pages a slot of those that `make_free` has made."""
+        """Give every head of new pages a slot of those that `make_free` has made. No step reads them yet: they stay until they
+        are durable."""
         free = self.free[layer]
         owners = (np.array(pages, np.int64)[:, None] * self._heads + np.arange(self._heads)).ravel()
-        self.own(layer, np.array([free.pop() for _ in owners], np.int64), owners)
+        slots = np.array([free.pop() for _ in owners], np.int64)
+        self.own(layer, slots, owners)
+        self._used_at[layer, slots] = self._clock - PROTECTED_STEPS
 
     def take(self, layer: int, count: int) -> list[int]:
         """At most `count` slots that will be filled; as many as can be freed."""

@@ -190,6 +190,11 @@ class TieredArena(Arena):
         with self._lock:
             self._table.begin_step()
 
+    def rest(self) -> None:
+        """As `Arena.rest`: what the last steps have used may be evicted, too."""
+        with self._lock:
+            self._table.rest()
+
     def locate(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """As `Arena.locate`. Reads what is not in memory, and waits for it."""
         return self.lease(layer, pages).slots

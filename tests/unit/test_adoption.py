@@ -481,3 +481,61 @@ def test_a_layer_whose_copy_failed_is_written_again():
         for layer in range(2):
             adoption.write(layer, content(1))
         adoption.commit()
+
+
+def tiered_host(pages):
+    return Host(arena_bytes=pages * PAGE_BYTES, tier="memory:", segment_blocks=2, budget_tokens=40, blocks=60)
+
+
+def test_prompts_longer_than_an_arena_above_a_tier_store_and_no_step():
+    host = tiered_host(24)
+    with host.manager:
+        for _ in range(4):
+            host.begun(80)
+        sequence = host.create()
+        for _ in range(10):  # one grows on, in pieces
+            host.adopt(sequence, host.draw(40))
+        host.check()
+
+
+def test_a_step_finds_room_after_adoptions_alone():
+    host = tiered_host(24)
+    with host.manager:
+        sequence = host.started(43)
+        host.begun(56)
+        host.manager.flush()
+        assert host.manager.stats().arena_bytes == 24 * PAGE_BYTES
+        for _ in range(12):
+            assert host.decode(sequence).isfinite().all()
+        host.check()
+
+
+def test_what_steps_have_used_makes_room_once_none_is_open():
+    host = tiered_host(24)
+    with host.manager:
+        first, _ = host.begun(80)
+        second = host.started(16)
+        host.manager.flush()
+        step = host.begin(Part(second, 1))
+        for layer in range(2):
+            assert (host.manager.rooms.arena.locate(layer, torch.tensor(first.pages).expand(1, 2, -1)) >= 0).all()
+        with pytest.raises(ArenaExhausted):
+            host.manager.adopt(host.create(), 20)
+        step.abort()
+        host.begun(80)
+        host.check()
+
+
+def test_leased_blocks_stay_whoever_adopts():
+    host = tiered_host(24)
+    with host.manager:
+        first, _ = host.begun(80)
+        host.manager.flush()
+        arena = host.manager.rooms.arena
+        lease = arena.lease(0, torch.tensor(first.pages).expand(1, 2, -1))
+        with pytest.raises(ArenaExhausted):
+            host.manager.adopt(host.create(), 8)
+        assert torch.equal(arena.table(0, torch.tensor([first.pages])), lease.slots)
+        lease.end()
+        host.begun(80)
+        host.check()
