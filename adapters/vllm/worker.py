@@ -224,6 +224,8 @@ class Worker:
         Args:
             tables: `(requests, blocks)` device blocks, with more rows perhaps.
         """
+        if not self._owners:
+            return [None] * len(positions)
         columns = torch.tensor(positions, device=tables.device).clamp(min=0) // self.block_size
         blocks = tables[: len(positions)].gather(1, columns[:, None].to(torch.int64))[:, 0].tolist()
         return [self._owners.get(block) for block in blocks]
