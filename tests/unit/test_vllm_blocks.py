@@ -1,0 +1,82 @@
+"""Blocks of vLLM read as blocks of ours, whatever order its kernels keep them in."""
+
+import pytest
+import torch
+
+from oasiskv.adapters.vllm.device_blocks import BlockReader, check_layout, storage_of
+from oasiskv.errors import ConfigError
+
+HEADS, TOKENS, HEAD_DIM = 2, 32, 64
+
+
+def plain(block, keys, values):
+    """Keys, then values, `(tokens, head_dim)` each."""
+    half = TOKENS * HEAD_DIM
+    block[:, :half] = keys.flatten(1)
+    block[:, half:] = values.flatten(1)
+
+
+def interleaved(block, keys, values):
+    """Key and value of a token side by side."""
+    block[:] = torch.cat([keys, values], dim=2).flatten(1)
+
+
+def transposed(block, keys, values):
+    """Keys with their channels outside."""
+    plain(block, keys.transpose(1, 2), values)
+
+
+def paired(block, keys, values):
+    """Keys transposed, two channels of a token together, as tiles of bfloat16 want them."""
+    pairs = keys.reshape(HEADS, TOKENS, HEAD_DIM // 2, 2).transpose(1, 2)
+    plain(block, pairs.flatten(1), values)
+
+
+def writer(order):
+    def write(keys, values, cache, mapping):
+        for block in (mapping // TOKENS).unique():
+            mine = mapping // TOKENS == block
+            flat = cache[block].view(HEADS, -1)
+            order(flat, keys[mine].transpose(0, 1), values[mine].transpose(0, 1))
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [plain, interleaved, transposed, paired])
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_every_order_is_understood(order, dtype, size):
+    torch.manual_seed(0)
+    cache = torch.zeros((5, HEADS, TOKENS, 2 * HEAD_DIM), dtype=dtype)
+    keys = torch.randn((3 * TOKENS, HEADS, HEAD_DIM)).to(dtype)
+    values = torch.randn((3 * TOKENS, HEADS, HEAD_DIM)).to(dtype)
+    blocks = torch.tensor([4, 1, 3])
+    mapping = (blocks[:, None] * TOKENS + torch.arange(TOKENS)).flatten()
+    writer(order)(keys, values, cache, mapping)
+    got = BlockReader(cache, writer(order), size).read(cache, blocks)
+    both = torch.stack([keys, values], dim=1).view(-1, size, 2, HEADS, HEAD_DIM)
+    assert torch.equal(got, both.permute(0, 3, 2, 1, 4))
+
+
+def test_a_backend_that_loses_something_is_refused():
+    cache = torch.zeros((2, HEADS, TOKENS, 2 * HEAD_DIM))
+
+    def careless(keys, values, cache, mapping):
+        writer(plain)(keys, keys, cache, mapping)
+
+    with pytest.raises(ConfigError, match=r"32 tokens, 2 kv heads .* cannot read"):
+        BlockReader(cache, careless, 16)
+
+
+def test_blocks_must_be_in_one_piece():
+    check_layout("layer", torch.zeros((3, HEADS, TOKENS, 128)))
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=LBHNC"):
+        check_layout("layer", torch.zeros((3, TOKENS, HEADS, 128)).transpose(1, 2))
+    with pytest.raises(ConfigError, match="layer"):
+        check_layout("layer", torch.zeros((3, TOKENS)))
+
+
+def test_the_storage_is_all_of_it():
+    whole = torch.arange(24.0)
+    view = whole[4:12].view(2, 4)
+    assert torch.equal(storage_of(view), whole)
