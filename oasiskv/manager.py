@@ -217,6 +217,8 @@ class KVManager:
             become_dense(self, sequence, tail)
             room.trim(self, sequence)
         else:
+            if self.rooms.pool.lent and length <= self.config.budget_tokens:
+                layout.become_unsettled(self.rooms, sequence)  # so that it chooses anew, and finds everything
             self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
             room.trim(self, sequence)
             lay_out_again(self, sequence, tail, first=sealed)  # a dense one has its blocks in place

@@ -137,6 +137,7 @@ class Refresh:
         if self._rooms.pool.lent:
             # What fits the budget is all to be there, also what an estimate gives no mass: no dense phase has it instead.
             self._mass = self._mass.clamp(min=torch.finfo(torch.float32).tiny)
+            self._high = torch.minimum(self._high, self._sparse.num_blocks)  # those that drafts have sealed come next time
 
     def select(self) -> None:
         rooms, layer, rows = self._rooms, self.layer, self._sparse.rows

@@ -141,19 +141,21 @@ class LentMachine(RuleBasedStateMachine):
             chosen[self.some(number, lent=True)] = (tokens, drafts, min(tokens, max(tokens - drafts, accepted)))
         return [Part(sequence, *sizes, rows=self.engine.draw(sizes[0])) for sequence, sizes in chosen.items()]
 
-    def exact(self, part, alone):
-        """Whether a part attends to everything: it is prompt, or fits the budget."""
+    def exact(self, part, fetched):
+        """Whether a part attends to everything: it is prompt, or fits the budget and nothing had to be left out."""
         sequence, end = part.sequence, part.sequence.length + part.tokens
         if (part.tokens > 1 and not part.drafts) or sequence.length == 0:
             return True
-        return end <= WITHIN and self.manager.config.on_late == "wait" and alone
+        config = self.manager.config
+        floored = config.predictor == "oracle" and config.budget_per == "sequence"  # keeps slots free, and corrects nothing
+        return end <= WITHIN and config.on_late == "wait" and not floored and fetched
 
     def run(self, *plan):
         """A whole step, or none at all when the room does not suffice."""
         lost = self.manager.stats().lost_blocks
         wanted = [self.engine.full(part.sequence, part.rows) for part in plan]
-        exact = [self.exact(part, alone=True) for part in plan]
-        prompt = [self.exact(part, alone=False) for part in plan]
+        exact = [self.exact(part, fetched=True) for part in plan]
+        prompt = [self.exact(part, fetched=False) for part in plan]
         try:
             outputs = self.engine.run(*plan)
         except ArenaExhausted:

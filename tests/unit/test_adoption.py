@@ -539,3 +539,28 @@ def test_leased_blocks_stay_whoever_adopts():
         lease.end()
         host.begun(80)
         host.check()
+
+
+def test_blocks_that_seal_with_drafts_are_not_listed_before_they_can_be_loaded():
+    host = Host(budget_tokens=80, blocks=60)
+    with host.manager:
+        short, long = host.started(20), host.started(100)
+        for _ in range(3):
+            outputs = host.run(Part(short, 16, 15, 16), Part(long, 1))
+            assert all(output.isfinite().all() for output in outputs)
+            host.check()
+
+
+@pytest.mark.parametrize("budget_per", ["head", "sequence"])
+def test_cropped_to_what_fits_the_budget_it_attends_to_everything(budget_per):
+    host = Host(budget_tokens=80, blocks=60, correction_blocks=1, budget_per=budget_per)
+    with host.manager:
+        sequence = host.started(150)
+        host.decode(sequence)
+        host.crop(sequence, 58)
+        host.check()
+        for _ in range(4):
+            part = Part(sequence, 1, rows=host.draw(1))
+            expected = host.full(sequence, part.rows)
+            close_to(host.run(part)[0], expected)
+            host.check()
