@@ -35,7 +35,7 @@ def needles(tokenizer, long_text):
 
 
 def answers(engine, tokenizer, needles):
-    found = greedy(engine, [prompt for prompt, _ in needles], 8)
+    found = [greedy(engine, [prompt], 10)[0] for prompt, _ in needles]  # one by one, so that there are blocks to lend
     texts = [tokenizer.decode(tokens) for tokens in found]
     return {
         n for n, (text, (_, answer)) in enumerate(zip(texts, needles, strict=True)) if text.strip().startswith(answer.strip())
@@ -84,7 +84,7 @@ def test_four_times_the_requests_run_at_once(frugal, stock, prompts):
 def test_facts_that_stock_finds_are_found(ours, tokenizer, stock, needles):
     assert len(stock[1]) >= 4
     assert answers(ours, tokenizer, needles) >= stock[1]
-    assert ledger(ours).counts["handovers"] > 8
+    assert ledger(ours).counts["handovers"] >= len(needles)
 
 
 def test_what_follows_is_as_likely_as_to_the_stock_engine(engine, ours, prompts):
