@@ -7,7 +7,6 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from oasiskv.errors import ArenaExhausted, StateError
 
 from ..unit.driver import PAGE_BYTES, SHAPE, Part, Rows
 from ..unit.lending import Host
+from .machines import Flushes, bounded, planned, row_counts
 
 pytestmark = pytest.mark.timeout(600)  # finding takes seconds; making the finding short may take minutes
 
@@ -26,7 +26,6 @@ WITHIN = BUDGET - 16
 """Tokens of which nothing is missed: the ring keeps four blocks for drafts."""
 
 who = st.integers(0, MOST_SEQUENCES - 1)
-row_counts = st.sampled_from([1, 2, 3, 4, 5, 7, 9, 12, 16])
 prompts = st.sampled_from([1, 2, 3, 4, 5, 17, 20, 29, 41, 53, 60, 90])
 plans = st.lists(st.tuples(who, row_counts, row_counts, row_counts), min_size=1, max_size=3)
 shares = st.sampled_from([0.0, 0.1, 0.4, 0.6, 0.75, 0.9, 1.0])
@@ -134,11 +133,8 @@ class LentMachine(RuleBasedStateMachine):
         return sum(bool(sequence.strips) == lent for sequence in self.manager.sequences) if hasattr(self, "manager") else 0
 
     def plan(self, drawn):
-        """Parts of a step: one per sequence, drafts fewer than rows, no more accepted than there are."""
-        chosen = {}
-        for number, tokens, drafts, accepted in drawn:
-            drafts = min(drafts, tokens) - 1
-            chosen[self.some(number, lent=True)] = (tokens, drafts, min(tokens, max(tokens - drafts, accepted)))
+        """Parts of a step."""
+        chosen = planned(drawn, lambda number: self.some(number, lent=True))
         return [Part(sequence, *sizes, rows=self.engine.draw(sizes[0])) for sequence, sizes in chosen.items()]
 
     def exact(self, part, fetched):
@@ -318,7 +314,7 @@ class LentMachine(RuleBasedStateMachine):
             self.manager.close()
 
 
-class TieredLentMachine(LentMachine):
+class TieredLentMachine(Flushes, LentMachine):
     """The arena runs out, and what was not used lately is in a tier store."""
 
     settings_drawn = st.fixed_dictionaries(
@@ -332,20 +328,8 @@ class TieredLentMachine(LentMachine):
         }
     )
 
-    @precondition(lambda self: self.manager.sequences)
-    @rule()
-    def flush(self):
-        self.manager.flush()
 
-
-SETTINGS = settings(
-    deadline=None,
-    max_examples=25,
-    stateful_step_count=25,
-    report_multiple_bugs=False,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+SETTINGS = bounded(examples=25, steps=25)
 
 for machine in (LentMachine, TieredLentMachine):
     machine.TestCase.settings = SETTINGS

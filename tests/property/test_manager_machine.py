@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -13,6 +12,7 @@ from oasiskv import KVManager
 from oasiskv.errors import CapacityError
 
 from ..unit.driver import PAGE_BYTES, SHAPE, STRIP_BYTES, Driver, Part, close_to, tiny
+from .machines import Flushes, bounded, planned, row_counts
 
 pytestmark = pytest.mark.timeout(600)  # finding takes seconds; making the finding short may take minutes
 
@@ -20,7 +20,6 @@ MOST_SEQUENCES = 4
 MOST_TOKENS = 150
 
 who = st.integers(0, MOST_SEQUENCES - 1)
-row_counts = st.sampled_from([1, 2, 3, 4, 5, 7, 9, 12, 16])
 prompts = st.sampled_from([1, 3, 4, 17, 20, 29, 38, 40, 41, 47, 53, 60])
 parts = st.lists(st.tuples(who, row_counts, row_counts, row_counts), min_size=1, max_size=3)
 
@@ -55,11 +54,8 @@ class ManagerMachine(RuleBasedStateMachine):
         return live[number % len(live)]
 
     def plan(self, drawn):
-        """Parts of a step: one per sequence, drafts fewer than rows, no more accepted than there are."""
-        chosen = {}
-        for number, tokens, drafts, accepted in drawn:
-            drafts = min(drafts, tokens) - 1
-            chosen[self.one(number)] = (tokens, drafts, min(tokens, max(tokens - drafts, accepted)))
+        """Parts of a step."""
+        chosen = planned(drawn, self.one)
         self.most_rows = max(self.most_rows, *(tokens for tokens, _, _ in chosen.values()), 1)
         return [Part(sequence, *sizes) for sequence, sizes in chosen.items()]
 
@@ -235,7 +231,7 @@ class PressedMachine(ManagerMachine):
         self.run(*(Part(sequence, 1) for sequence in self.manager.sequences))
 
 
-class TieredMachine(ManagerMachine):
+class TieredMachine(Flushes, ManagerMachine):
     """The arena runs out, and what was not used lately is in a tier store."""
 
     settings_drawn = st.fixed_dictionaries(
@@ -251,20 +247,8 @@ class TieredMachine(ManagerMachine):
         }
     )
 
-    @precondition(lambda self: self.manager.sequences)
-    @rule()
-    def flush(self):
-        self.manager.flush()
 
-
-SETTINGS = settings(
-    deadline=None,
-    max_examples=40,
-    stateful_step_count=30,
-    report_multiple_bugs=False,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+SETTINGS = bounded(examples=40, steps=30)
 
 for machine in (ManagerMachine, TightMachine, PressedMachine, TieredMachine):
     machine.TestCase.settings = SETTINGS
