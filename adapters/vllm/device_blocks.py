@@ -78,6 +78,6 @@ class BlockReader:
     def read(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Device blocks as blocks of ours, `(len(blocks) * r, kv_heads, 2, block_size, head_dim)` with `r` of them in each."""
         count, parts = len(blocks), self._tokens // self._block_size
-        raw = cache[blocks.to(cache.device)].reshape(count, self._heads, -1).index_select(2, self._order)
+        raw = cache[blocks.to(cache.device)].flatten(2).index_select(2, self._order)
         both = raw.view(count, self._heads, 2, parts, self._block_size, self._head_dim)
         return both.permute(0, 3, 1, 2, 4, 5).reshape(count * parts, self._heads, 2, self._block_size, self._head_dim)

@@ -120,27 +120,21 @@ class Worker:
 
     def _take_over(self, row: Row) -> None:
         """Attend for a request from now on. All but its last blocks is on the host."""
-        sequence, manager = self._sequences[row.key], self.manager
-        sealed, left = row.computed // self.block_size, row.computed % self.block_size
-        if row.copy:
-            copy = self._begin_copy(row)
-            for layer, cache in enumerate(self._caches):
-                copy.adoption.write(layer, self._reader.read(cache, copy.blocks))
-            copy.adoption.commit()
-        self._crop(sequence, sealed)
-        if sequence.length != sealed * self.block_size:
-            raise IntegrityError(f"the host has {sequence.length} tokens of a request that needs {sealed * self.block_size}")
-        tail, full = None, left // manager.config.block_size
-        if left:
-            parts = torch.stack([self._reader.read(cache, torch.tensor(row.tail[:1])) for cache in self._caches])
-            if full:
-                adoption = manager.adopt(sequence, full)
-                for layer in range(len(parts)):
-                    adoption.write(layer, parts[layer, :full])
-                adoption.commit()
-            tail = parts[:, full] if left % manager.config.block_size else None
+        sequence, manager, size = self._sequences[row.key], self.manager, self.manager.config.block_size
+        first = row.copy_from if row.copy else row.computed // self.block_size
+        self._crop(sequence, first)
+        if sequence.length != first * self.block_size:
+            raise IntegrityError(f"the host has {sequence.length} tokens of a request that needs {first * self.block_size}")
+        full, left = divmod(row.computed - sequence.length, size)
+        blocks = torch.tensor(row.copy + row.tail[: bool(row.computed % self.block_size)], dtype=torch.int64)
+        parts = torch.stack([self._reader.read(cache, blocks) for cache in self._caches])
+        if full:
+            adoption = manager.adopt(sequence, full)
+            for layer, part in enumerate(parts):
+                adoption.write(layer, part[:full])
+            adoption.commit()
         strips = self._pool.strips_of(row.lent)[: manager.config.budget_blocks]  # the last block may have some to spare
-        manager.lend(sequence, strips, tail, left % manager.config.block_size)
+        manager.lend(sequence, strips, parts[:, full] if left else None, left)
 
     def _crop(self, sequence: Sequence, blocks: int) -> None:
         """Forget what a sequence has beyond some device blocks: it will be computed again."""
@@ -268,11 +262,12 @@ class Worker:
 
     def report(self) -> dict[str, float]:
         """What the manager has done since the last call, and holds now, by the names of the metrics."""
-        stats = self.manager.stats()
-        totals = {name: getattr(stats, name) for name in _COUNTED}
+        counters = self.manager.rooms.counters.totals()
+        totals = {name: getattr(counters, name) for name in _COUNTED}
         grown = {name: value - self._reported.get(name, 0) for name, value in totals.items()}
         self._reported = totals
-        return {**{name: value for name, value in grown.items() if value}, "arena_bytes": stats.arena_bytes}
+        held = self.manager.rooms.arena.used_bytes
+        return {**{name: value for name, value in grown.items() if value}, "arena_bytes": held}
 
     def close(self) -> None:
         """Give everything back."""

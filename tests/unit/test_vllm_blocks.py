@@ -80,3 +80,9 @@ def test_the_storage_is_all_of_it():
     whole = torch.arange(24.0)
     view = whole[4:12].view(2, 4)
     assert torch.equal(storage_of(view), whole)
+
+
+def test_no_blocks_are_no_blocks():
+    cache = torch.zeros((2, HEADS, TOKENS, 2 * HEAD_DIM))
+    reader = BlockReader(cache, writer(plain), 16)
+    assert reader.read(cache, torch.tensor([], dtype=torch.int64)).shape == (0, HEADS, 2, 16, HEAD_DIM)
