@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 
@@ -87,8 +88,18 @@ class InlineScheduler(TransferScheduler):
         self._closed = True
 
 
+def use_one_thread() -> None:
+    """Let parallel work of the calling thread, torch's and ours, run on this thread alone. A team of its own would wait for the
+    next piece by spinning, on cores that the foreground computes on. Nothing happens if the process has no OpenMP runtime."""
+    torch.get_num_threads()  # at first, torch gives a thread the number that the process was told
+    # torch.set_num_threads would tell MKL as well, for the whole process.
+    set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_num_threads is not None:
+        set_num_threads(1)
+
+
 class ThreadScheduler(TransferScheduler):
-    """Runs work on background threads; a layer always goes to the same thread, which keeps its work in order."""
+    """Runs work on background threads of one core each; a layer always goes to the same thread, which keeps its work in order."""
 
     def __init__(self, workers: int) -> None:
         if workers < 1:
@@ -105,6 +116,7 @@ class ThreadScheduler(TransferScheduler):
 
     @staticmethod
     def _run(jobs: queue.SimpleQueue[WorkTicket | None]) -> None:
+        use_one_thread()
         while (ticket := jobs.get()) is not None:
             ticket.run()
 

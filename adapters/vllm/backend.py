@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from .batch_rows import Rows, rows_of
 from .checks import check_settings
 from .settings import AdapterConfig
 from .worker import Plan, Worker
@@ -24,7 +25,7 @@ class Batch:
         self._build = build
         self._common = common
         self._plan: Plan | None = None
-        self._rest: tuple[Any, torch.Tensor] | None = None
+        self._rest: tuple[Any, Rows] | None = None
         self._beside: Any = None
 
     def plan(self, worker: Worker) -> Plan:
@@ -35,7 +36,7 @@ class Batch:
             self._plan = worker.plan(starts, _lengths(common), common.block_table_tensor)
         return self._plan
 
-    def rest(self, dense: list[int]) -> tuple[Any, torch.Tensor]:
+    def rest(self, dense: list[int]) -> tuple[Any, Rows]:
         """Metadata of the requests that vLLM attends to, and their tokens."""
         if self._rest is None:
             common, tokens = select_requests(self._common, dense)
@@ -51,16 +52,15 @@ class Batch:
         return self._beside
 
 
-def select_requests(common: CommonAttentionMetadata, numbers: list[int]) -> tuple[CommonAttentionMetadata, torch.Tensor]:
+def select_requests(common: CommonAttentionMetadata, numbers: list[int]) -> tuple[CommonAttentionMetadata, Rows]:
     """The metadata of some requests of a batch, and which tokens are theirs."""
     index = torch.tensor(numbers, device=common.seq_lens.device)
     host = torch.tensor(numbers)
     starts = common.query_start_loc_cpu
     counts = (starts[1:] - starts[:-1])[host]
-    tokens = torch.cat([torch.arange(int(starts[number]), int(starts[number + 1])) for number in numbers])
+    tokens = rows_of([(int(starts[number]), int(starts[number + 1] - starts[number])) for number in numbers], index.device)
     ends = torch.zeros(len(numbers) + 1, dtype=starts.dtype)
     ends[1:] = counts.cumsum(0)
-    tokens = tokens.to(common.seq_lens.device)
     per_request = {
         entry.name: value[index if value.device == index.device else host]
         for entry in dataclasses.fields(common)
@@ -82,7 +82,7 @@ def select_requests(common: CommonAttentionMetadata, numbers: list[int]) -> tupl
             query_start_loc=ends.to(common.query_start_loc.device),
             query_start_loc_cpu=ends,
             num_reqs=len(numbers),
-            num_actual_tokens=len(tokens),
+            num_actual_tokens=int(counts.sum()),
             max_query_len=int(counts.max()),
             slot_mapping=common.slot_mapping[tokens],
             positions=common.positions[tokens] if common.positions is not None else None,

@@ -16,6 +16,7 @@ from oasiskv.sequence import Sequence
 from oasiskv.step import Step
 from oasiskv.types import ModelShape, Rotary
 
+from .batch_rows import Rows, rows_of
 from .device_blocks import BlockReader, storage_of
 from .messages import Row, Start, StepMessage
 
@@ -36,10 +37,10 @@ class Plan:
     """
 
     step: Step | None = None
-    ours: torch.Tensor | None = None
+    ours: Rows | None = None
     dense: list[int] = field(default_factory=list)
     watched: list[Sequence] = field(default_factory=list)
-    watched_tokens: torch.Tensor | None = None
+    watched_tokens: Rows | None = None
     counts: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
@@ -186,6 +187,7 @@ class Worker:
         """
         plan = Plan()
         handed: list[tuple[Row, int]] = []
+        watched: list[tuple[int, int]] = []
         counts = [end - start for start, end in pairwise(starts)]
         befores = [length - tokens for length, tokens in zip(lengths, counts, strict=True)]
         for number, (length, tokens, row) in enumerate(zip(lengths, counts, self.rows_at(tables, befores), strict=True)):
@@ -203,12 +205,12 @@ class Worker:
                 plan.watched.append(self._sequences[row.key])
                 plan.counts.append(tokens)
                 plan.starts.append(row.computed)
-                own = torch.arange(starts[number], starts[number] + tokens, device=tables.device)
-                plan.watched_tokens = own if plan.watched_tokens is None else torch.cat([plan.watched_tokens, own])
+                watched.append((starts[number], tokens))
+        plan.watched_tokens = rows_of(watched, tables.device)
         if handed:
             self._open_step([row for row, _ in handed])
             plan.step = self._step
-            plan.ours = torch.cat([torch.arange(start, start + row.tokens, device=tables.device) for row, start in handed])
+            plan.ours = rows_of([(start, row.tokens) for row, start in handed], tables.device)
         return plan
 
     def rows_at(self, tables: torch.Tensor, positions: list[int]) -> list[Row | None]:

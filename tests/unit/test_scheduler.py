@@ -261,3 +261,31 @@ def test_nothing_is_raised_where_nobody_waits():
     made.submit(Work(0, [], fails="predict"))
     made.close()
     gc.collect()
+
+
+class Asking(Work):
+    """Asks how many threads torch would use for its transfer."""
+
+    def transfer(self):
+        self.threads = torch.get_num_threads()
+
+
+@pytest.fixture
+def two_torch_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_background_thread_keeps_to_one_core(two_torch_threads, threads):
+    work = Asking(0, [])
+    threads.submit(work).wait()
+    assert work.threads == 1
+    assert torch.get_num_threads() == 2  # the foreground's are its own
+
+
+def test_inline_work_runs_on_the_threads_of_its_caller(two_torch_threads):
+    work = Asking(0, [])
+    InlineScheduler().submit(work).wait()
+    assert work.threads == 2
