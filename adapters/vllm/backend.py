@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from .batch_rows import Rows, rows_of
 from .checks import check_settings
+from .decoder_layers import watch_modules
 from .settings import AdapterConfig
 from .worker import Plan, Worker
 
@@ -124,6 +126,13 @@ def current_worker() -> Worker | None:
     return connector.worker if isinstance(connector, OasisConnector) else None
 
 
+def current_plan(worker: Worker, layer_name: str) -> Plan | None:
+    """Whose the rows of the forward are that runs now, before the layer attends; `None` if nobody's."""
+    metadata = get_forward_context().attn_metadata
+    batch = getattr(metadata.get(layer_name), "oasis", None) if isinstance(metadata, dict) else None
+    return batch.plan(worker) if batch is not None else None
+
+
 def builder_over(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadataBuilder]:
     """A metadata builder that remembers what its metadata was built from."""
 
@@ -161,6 +170,7 @@ def impl_over(base: type[AttentionImpl]) -> type[AttentionImpl]:
                 beside = batch.beside(worker, attn_metadata)
                 return stock(layer, query, key, value, kv_cache, beside, output, *args, **kwargs)
             plan = batch.plan(worker)
+            worker.check_stream(number, plan, query)
             if plan.watched:
                 worker.watch(number, plan, query, self.scale)
             if plan.step is None:
@@ -192,6 +202,8 @@ def backend_over(base: type[AttentionBackend]) -> type[AttentionBackend]:
             if config is not None:
                 check_settings(config, settings)
             cls.in_use = settings is not None
+            if cls.in_use:
+                watch_modules()
             return impl if cls.in_use else base.get_impl_cls()
 
         @classmethod

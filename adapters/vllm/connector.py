@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import CompilationMode, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,13 +21,18 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from oasiskv.errors import UnsupportedModel
 from oasiskv.host_memory import physical_bytes
+from oasiskv.types import Rotary
 
+from .backend import current_plan
+from .batch_rows import Rows
 from .block_manager import LendingBlockManager
 from .checks import check_layers, check_settings, check_versions
+from .decoder_layers import forget_modules
 from .device_blocks import BlockReader, check_layout
 from .ledger import Ledger
 from .messages import Acknowledgement, StepMessage
 from .metrics import OasisKVPromMetrics, OasisKVStats
+from .residual_stream import ResidualStream
 from .rotary import rotary_of_model
 from .settings import AdapterConfig
 from .spec import OasisSpec
@@ -167,7 +173,18 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
         reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
         rotary = rotary_of_model(first.head_size)
-        self.worker = Worker(self._settings.core, caches, first.num_heads, reader, rotary)
+        stream = self._residual_stream([layers[name] for name in names], rotary)
+        self.worker = worker = Worker(self._settings.core, caches, first.num_heads, reader, rotary, stream)
+        if stream is not None:
+            stream.show(partial(_hint, worker, names))
+
+    def _residual_stream(self, attentions: list[Attention], rotary: Rotary | None) -> ResidualStream | None:
+        """Where hints come from, if they can be had: hooks do not run in a compiled model."""
+        eager = self._vllm_config.compilation_config.mode == CompilationMode.NONE
+        heads, head_dim = attentions[0].num_heads, attentions[0].head_size
+        stream = ResidualStream.around(list(attentions), heads, head_dim, rotary) if eager else None
+        forget_modules()
+        return stream
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first hook of a step: obey its message before anything is overwritten."""
@@ -229,6 +246,13 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Attention of handed-over requests is Python: graphs may cover what lies between."""
         return True
+
+
+def _hint(worker: Worker, names: list[str], number: int, project: Callable[[Rows], torch.Tensor]) -> None:
+    """Something is known of a layer to come."""
+    plan = current_plan(worker, names[number])
+    if plan is not None:
+        worker.hint(number, plan, project)
 
 
 def _our_group(kv_cache_config: KVCacheConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -14,11 +15,12 @@ from oasiskv.errors import IntegrityError
 from oasiskv.lent_pool import LentPool
 from oasiskv.sequence import Sequence
 from oasiskv.step import Step
-from oasiskv.types import ModelShape, Rotary
+from oasiskv.types import MAX_STEP_ROWS, ModelShape, Rotary
 
 from .batch_rows import Rows, rows_of
 from .device_blocks import BlockReader, storage_of
 from .messages import Row, Start, StepMessage
+from .residual_stream import ResidualStream
 
 _COUNTED = ("decoded_tokens", "stored_blocks", "loaded_blocks", "corrected_blocks", "late_layers")
 """Counters of the manager that are shown as metrics."""
@@ -31,6 +33,8 @@ class Plan:
     Attributes:
         step: of the requests that OasisKV attends to, if there are any.
         ours: their tokens in the batch.
+        hinted: whether they are few enough for hints: prompts are not.
+        num_tokens: in the batch, the last one at `last_position`.
         dense: numbers of the requests that vLLM attends to.
         watched: sequences that are recorded while vLLM attends.
         watched_tokens: their tokens in the batch, one sequence after another; `counts` of each, the first at position `starts`.
@@ -38,6 +42,9 @@ class Plan:
 
     step: Step | None = None
     ours: Rows | None = None
+    hinted: bool = False
+    num_tokens: int = 0
+    last_position: int = 0
     dense: list[int] = field(default_factory=list)
     watched: list[Sequence] = field(default_factory=list)
     watched_tokens: Rows | None = None
@@ -54,6 +61,7 @@ class Worker:
         query_heads: of a layer, on this worker.
         reader: of the caches' blocks.
         rotary: of the model's keys, if it is known.
+        stream: of the model, if hints can be had.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class Worker:
         query_heads: int,
         reader: BlockReader,
         rotary: Rotary | None = None,
+        stream: ResidualStream | None = None,
     ) -> None:
         first = next(iter(caches.values()))
         _, kv_heads, self.block_size, content = first.shape
@@ -79,7 +88,11 @@ class Worker:
         self._caches = list(caches.values())
         self._reader = reader
         with torch.inference_mode(False):
-            self.manager = KVManager(shape, config, pool=_pool(shape, config.block_size, self._caches))
+            pool = _pool(shape, config.block_size, self._caches)
+            self.manager = KVManager(shape, config, projection=stream, pool=pool)
+        self.stream = stream
+        if stream is not None and not self.manager.rooms.predictor.uses_hints:
+            self._end_hints()
         self._sequences: dict[int, Sequence] = {}
         self._step: Step | None = None
         self._step_keys: list[int] = []
@@ -185,7 +198,7 @@ class Worker:
             lengths: tokens of every request after this step.
             tables: `(requests, blocks)` device blocks.
         """
-        plan = Plan()
+        plan = Plan(num_tokens=starts[-1], last_position=lengths[-1] - 1)
         handed: list[tuple[Row, int]] = []
         watched: list[tuple[int, int]] = []
         counts = [end - start for start, end in pairwise(starts)]
@@ -210,6 +223,7 @@ class Worker:
         if handed:
             self._open_step([row for row, _ in handed])
             plan.step = self._step
+            plan.hinted = all(row.tokens <= MAX_STEP_ROWS for row, _ in handed)
             plan.ours = rows_of([(start, row.tokens) for row, start in handed], tables.device)
         return plan
 
@@ -238,6 +252,26 @@ class Worker:
         assert plan.watched_tokens is not None
         own = queries[plan.watched_tokens]
         self.manager.observe(number, plan.watched, own, plan.counts, plan.starts, scale)
+
+    def check_stream(self, number: int, plan: Plan, queries: torch.Tensor) -> None:
+        """Until the residual stream is known to make a layer's queries, look whether it made those of a batch."""
+        stream = self.stream
+        if stream is None or stream.checked or len(queries) != plan.num_tokens:  # longer ones are padded
+            return
+        if not stream.check(number, queries, plan.last_position):
+            self._end_hints()
+
+    def _end_hints(self) -> None:
+        assert self.stream is not None
+        self.stream.detach()
+        self.stream = None
+        self.manager.rooms.predictor.bind(None)
+
+    def hint(self, number: int, plan: Plan, project: Callable[[Rows], torch.Tensor]) -> None:
+        """Let the manager choose blocks for a layer to come, by queries that are projected for some rows of the batch."""
+        if plan.step is not None and plan.hinted:
+            assert plan.ours is not None
+            plan.step.hint(number, project(plan.ours))
 
     def attend(
         self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from .inside import EVERYTHING, Driver, assert_all_given_back, greedy, ledger, scheduler, worker
@@ -52,6 +53,26 @@ def test_the_summaries_know_how_keys_turn(ours):
     shape = worker().manager.shape
     assert shape.rotary.scaling == 1
     assert shape.rotary.angles == pytest.approx([100000 ** (-plane / 32) for plane in range(32)], rel=1e-4)
+
+
+def test_hints_are_close_to_the_queries_that_come(ours, prompts, monkeypatch):
+    """In the second half of the layers; the first ones are far from what enters the model."""
+    assert worker().stream.checked
+    predictor = worker().manager.rooms.predictor
+    alike, learn = [], predictor.learn
+
+    def look(layer, queries, positions, rows):
+        raw, guessed_at = predictor._guessed[layer]
+        assert torch.equal(guessed_at, positions)
+        guess = torch.stack([predictor.shape.rotary.rotate(*one) for one in zip(raw[:, 0], positions[:, 0], strict=True)])
+        if layer >= len(worker()._caches) // 2:
+            alike.append(torch.cosine_similarity(guess.flatten(1), queries[:, 0].flatten(1)).mean().item())
+        learn(layer, queries, positions, rows)
+
+    monkeypatch.setattr(predictor, "learn", look)
+    greedy(ours, prompts[:1])
+    assert len(alike) >= 200
+    assert sum(alike) / len(alike) > 0.8
 
 
 def test_eight_requests_in_chunks(ours, prompts, expected):
