@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .errors import OasisError, TierFull, WorkerError
+from .errors import OasisError, StateError, TierFull, WorkerError
 from .host_memory import bytes_of
 from .tiers.abc import TierStore
 from .tiers.lane import TierLane
@@ -140,12 +140,15 @@ class SegmentWriter:
         while self.wait(1.0):
             pass
 
-    def stop(self) -> None:
-        """Forget what is queued, and end when the lane has let go of what is on its way; `join` waits for that."""
+    def stop(self) -> list[Segment]:
+        """Forget what is queued, submit nothing more, and end when the lane has let go of what is on its way; `join` waits for
+        that. Returns segments that may be in the store although nobody holds a block of them."""
         with self._change:
             self._closed = True
+            left = [segment for segment in self._queue if segment.tried] + [segment for segment, _ in self._undeleted]
             self._queue.clear()
             self._change.notify_all()
+        return left
 
     def join(self) -> None:
         """Wait for the end of the thread. After `stop`, and after the lane was closed."""
@@ -218,7 +221,10 @@ class SegmentWriter:
 
     def _put(self, objects: list[tuple[SegmentKey, memoryview]]) -> None:
         ended: SimpleQueue[Exception | None] = SimpleQueue()
-        self._lane.submit_store(objects, ended.put)
+        with self._change:  # what is deleted after `stop` is deleted after all that was stored
+            if self._closed:
+                raise StateError("the arena is being closed")
+            self._lane.submit_store(objects, ended.put)
         error = ended.get()
         if error is not None:
             raise error

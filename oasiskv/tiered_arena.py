@@ -375,8 +375,8 @@ class TieredArena(Arena):
 
     def _close_store(self) -> None:
         try:
-            self._writer.stop()
-            for segment in {id(segment): segment for segment, _ in self._segments.values()}.values():
+            segments = [*self._writer.stop(), *(segment for segment, _ in self._segments.values())]
+            for segment in {id(segment): segment for segment in segments}.values():
                 self._lane.submit_delete(segment.keys())
             self._lane.close()
         finally:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+import anyio
 import pytest
 import torch
 
@@ -320,3 +321,50 @@ def test_a_dense_sequence_is_cropped_without_the_store():
         one = Rows(*(part[:, row : row + 1] for part in rows))
         close_to(driver.run(Part(sequence, 1, rows=one))[0], expected[:, row : row + 1])
     driver.manager.close()
+
+
+class GatedStore(MemoryStore):
+    """Takes segments one by one, each when it is let in; knows what it holds."""
+
+    def __init__(self):
+        super().__init__(LAYOUT)
+        self.gate = threading.Semaphore(0)
+        self.waiting = threading.Semaphore(0)
+        self.held = set()
+
+    async def store(self, objects):
+        self.waiting.release()
+        await anyio.to_thread.run_sync(self.gate.acquire)
+        await super().store(objects)
+        self.held |= {key for key, _ in objects}
+
+    async def delete(self, keys):
+        await super().delete(keys)
+        self.held -= set(keys)
+
+
+@pytest.mark.parametrize("freed", [False, True], ids=["in use", "freed meanwhile"])
+def test_a_close_in_the_middle_of_a_segment_leaves_nothing_in_the_store(freed, monkeypatch):
+    monkeypatch.setattr(segment_writer, "_BATCH_BYTES", 1)  # a layer at a time
+    store = GatedStore()
+    driver = Driver(KVManager(SHAPE, CONFIG, tier=store))
+    sequence = driver.create()
+    part = Part(sequence, 4 * 8)
+    part.rows = driver.draw(part.tokens)
+    driver.run(part)
+    assert store.waiting.acquire(timeout=10)  # the first layer is on its way
+    if freed:
+        driver.free(sequence)
+    store.gate.release()
+    assert store.waiting.acquire(timeout=10)  # the second one
+    assert store.held or freed
+    closing = threading.Thread(target=driver.manager.close)
+    lane = driver.manager.rooms.arena._lane
+    closing.start()
+    while not lane._closing:
+        time.sleep(0.001)
+    for _ in range(2 * SHAPE.num_layers):
+        store.gate.release()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not store.held
