@@ -99,7 +99,8 @@ def use_one_thread() -> None:
 
 
 class ThreadScheduler(TransferScheduler):
-    """Runs work on background threads of one core each; a layer always goes to the same thread, which keeps its work in order."""
+    """Runs work on background threads of one core each. A layer always goes to the same thread, which keeps its work in
+    order."""
 
     def __init__(self, workers: int) -> None:
         if workers < 1:

@@ -1,5 +1,5 @@
-"""Finds the decoder layer around an attention layer. vLLM tells an attention backend nothing of it, but torch tells who takes in
-which module while a model is built."""
+"""Finds the decoder layer around an attention layer. vLLM tells an attention backend nothing of it, but torch tells who takes
+in which module while a model is built."""
 
 from __future__ import annotations
 

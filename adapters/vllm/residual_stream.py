@@ -1,8 +1,8 @@
 """Shows the predictor what enters the model's decoder layers, two layers before it is needed (`Step.hint`).
 
 The queries that a layer will make are projected here, in the thread of the forward: vLLM's linear layers may not run in two
-threads at once. The projection is checked before it is trusted: in the first forward, what really enters each layer must give the
-queries that the layer really makes. A model that makes them in another way simply goes without hints.
+threads at once. The projection is checked before it is trusted: in the first forward, what really enters each layer must give
+the queries that the layer really makes. A model that makes them in another way simply goes without hints.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ResidualStream:
             return True
         real = queries[-1].float()
         try:
-            raw = self.project(number, self._queries(number, *(part if part is None else part[None] for part in entered))[0])
+            raw = self.project(number, self._queries(number, *entered))[0]
             difference = (self._rotary.rotate(raw, torch.tensor(position, device=raw.device)) - real).norm()
         except RuntimeError:  # shapes that do not fit: this model's layers do more than we know
             difference = real.new_tensor(torch.inf)
@@ -127,7 +127,7 @@ class ResidualStream:
 
     def _enter(self, number: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         # Copies: norms write in place.
-        self._entered[number] = hidden[-1].clone(), None if residual is None else residual[-1].clone()
+        self._entered[number] = hidden[-1:].clone(), None if residual is None else residual[-1:].clone()
 
     def _pass_on(self, number: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if self.checked and self._show is not None:

@@ -1,4 +1,4 @@
-"""The residual stream of a model built as vLLM builds them: fused norms that write in place, and one projection for all heads."""
+"""The residual stream of a model as vLLM builds them: fused norms that write in place, and one projection for all heads."""
 
 import pytest
 import torch
@@ -215,7 +215,13 @@ def test_a_checked_stream_keeps_only_the_hooks_that_it_needs():
 
 @pytest.mark.parametrize(
     ("pieces", "expected"),
-    [([(2, 3)], slice(2, 5)), ([(0, 1), (1, 4)], slice(0, 5)), ([(0, 1), (2, 2)], [0, 2, 3]), ([(3, 1), (1, 1)], [3, 1]), ([], [])],
+    [
+        ([(2, 3)], slice(2, 5)),
+        ([(0, 1), (1, 4)], slice(0, 5)),
+        ([(0, 1), (2, 2)], [0, 2, 3]),
+        ([(3, 1), (1, 1)], [3, 1]),
+        ([], []),
+    ],
 )
 def test_rows_that_lie_together_are_a_slice(pieces, expected):
     rows = rows_of(pieces, torch.device("cpu"))
