@@ -81,6 +81,11 @@ class Arena:
     # Pages
 
     @property
+    def capacity_pages(self) -> int | None:
+        """Most pages that sequences can hold at once; `None` if there is no limit."""
+        return self.num_pages
+
+    @property
     def used_pages(self) -> int:
         """Pages that some sequence holds."""
         return len(self._references)

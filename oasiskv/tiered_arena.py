@@ -73,6 +73,12 @@ class TieredArena(Arena):
     # Pages
 
     @property
+    def capacity_pages(self) -> int | None:
+        """As `Arena.capacity_pages`: whole segments that the store can hold."""
+        limit = self._store.capacity_bytes
+        return None if limit is None else limit // self._writer.segment_bytes * self.layout.num_blocks
+
+    @property
     def used_bytes(self) -> int:
         """As `Arena.used_bytes`: blocks that are in memory."""
         return int(np.count_nonzero(self._table.state)) * self.layout.slot_bytes

@@ -128,6 +128,8 @@ _HOOKS = (
     _Hook(_MANAGER, "SingleTypeKVCacheManager._remove_blocks_in_range", ("request_id", "first_block", "last_block"), ()),
     _Hook(_MANAGER, "SingleTypeKVCacheManager.free", ("request_id",), ()),
     _Hook(_BASE, "KVConnectorBase_V1.bind_kv_cache_manager", ("kv_cache_manager",), ()),
+    _Hook(_BASE, "KVConnectorBase_V1.get_handshake_metadata", (), ()),
+    _Hook(_BASE, "KVConnectorBase_V1.set_xfer_handshake_metadata", ("metadata",), ()),
     _Hook(_BASE, "KVConnectorBase_V1.handle_preemptions", ("kv_connector_metadata",), ()),
     _Hook(_BASE, "KVConnectorBase_V1.build_connector_worker_meta", (), ()),
     _Hook(_BASE, "KVConnectorBase_V1.update_connector_output", ("connector_output",), ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from vllm.config import CompilationMode, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
@@ -30,7 +32,7 @@ from .checks import check_layers, check_settings, check_versions
 from .decoder_layers import forget_modules
 from .device_blocks import BlockReader, check_layout
 from .ledger import Ledger
-from .messages import Acknowledgement, StepMessage
+from .messages import Acknowledgement, Capacity, StepMessage
 from .metrics import OasisKVPromMetrics, OasisKVStats
 from .residual_stream import ResidualStream
 from .rotary import rotary_of_model
@@ -90,7 +92,6 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             handover_tokens=self._settings.handover_tokens,
             block_size=size,
             lent_blocks=self._settings.budget_host_blocks(size),
-            host_blocks=self._host_blocks(),
             max_model_len=config.model_config.max_model_len,
             kept_first=_DRAFT_FIRST if drafts else 0,
             kept_last=-(-_DRAFT_LAST // size) if drafts else 0,
@@ -98,17 +99,11 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             shares=bool(config.cache_config.enable_prefix_caching),
         )
 
-    def _host_blocks(self) -> int:
-        """Device blocks' worth of tokens that the arena of a worker holds."""
-        group = self._kv_cache_config.kv_cache_groups[self._group]
-        spec = group.kv_cache_spec
-        page = (
-            sum(spec.kv_cache_specs[name].page_size_bytes for name in group.layer_names)
-            if isinstance(spec, UniformTypeKVCacheSpecs)
-            else spec.page_size_bytes * len(group.layer_names)
-        )
-        workers = self._vllm_config.parallel_config.tensor_parallel_size
-        return (self._settings.core.arena_bytes or physical_bytes() // _HOST_SHARE // workers) // page
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The workers say how much their hosts hold: what counts is the least."""
+        said = [one.host_blocks for one in metadata.values() if isinstance(one, Capacity)]
+        limits = [blocks for blocks in said if blocks is not None]
+        self._books.host_blocks = min(limits) if limits else None
 
     @property
     def _books(self) -> Ledger:
@@ -172,9 +167,13 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             first.impl.do_kv_cache_update(first, keys, values, cache, mapping)
 
         reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
+        workers = self._vllm_config.parallel_config.tensor_parallel_size
+        core = self._settings.core
+        if core.arena_bytes is None:
+            core = replace(core, arena_bytes=physical_bytes() // _HOST_SHARE // workers)
         rotary = rotary_of_model(first.head_size)
         stream = self._residual_stream([layers[name] for name in names], rotary)
-        self.worker = worker = Worker(self._settings.core, caches, first.num_heads, reader, rotary, stream)
+        self.worker = worker = Worker(core, caches, first.num_heads, reader, rotary, stream)
         if stream is not None:
             stream.show(partial(_hint, worker, names))
 
@@ -185,6 +184,14 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         stream = ResidualStream.around(list(attentions), heads, head_dim, rotary) if eager else None
         forget_modules()
         return stream
+
+    def get_handshake_metadata(self) -> Capacity | None:
+        """How much the host holds. The workers share what is below their arenas."""
+        if self.worker is None:
+            return None
+        blocks = self.worker.host_blocks
+        sharing = self._vllm_config.parallel_config.tensor_parallel_size if self.worker.manager.rooms.arena.tiered else 1
+        return Capacity(None if blocks is None else blocks // sharing)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first hook of a step: obey its message before anything is overwritten."""

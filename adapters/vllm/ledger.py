@@ -46,12 +46,14 @@ class Ledger:
         handover_tokens: requests with at least this many tokens are recorded, and handed over when they decode.
         block_size: tokens in a device block.
         lent_blocks: device blocks that OasisKV needs for a request.
-        host_blocks: device blocks' worth of tokens that the host may hold.
         max_model_len: most tokens of a request.
         kept_first, kept_last: own blocks of a request that are never freed, for the layers of a draft model.
         restores: whether a request may begin with what the host has; not if layers that OasisKV does not know need their
             history too.
         shares: whether the host keeps what a request leaves, for others that begin alike.
+
+    Attributes:
+        host_blocks: device blocks' worth of tokens that the hosts of all workers may hold; `None` if that is not limited.
     """
 
     def __init__(
@@ -60,13 +62,13 @@ class Ledger:
         handover_tokens: int,
         block_size: int,
         lent_blocks: int,
-        host_blocks: int,
         max_model_len: int,
         kept_first: int = 0,
         kept_last: int = 0,
         restores: bool = True,
         shares: bool = True,
     ) -> None:
+        self.host_blocks: int | None = 0  # until the workers have said
         self.lent_blocks = lent_blocks
         self.kept_first = kept_first
         self.kept_last = kept_last
@@ -75,7 +77,6 @@ class Ledger:
         self._refused: set[str] = set()
         self._handover_tokens = handover_tokens
         self._block_size = block_size
-        self._host_blocks = host_blocks
         self._max_model_len = max_model_len
         self._restores = restores
         self._shares = restores and shares
@@ -240,7 +241,10 @@ class Ledger:
 
     def _fits(self, request: Request) -> bool:
         """Whether the host has room for all tokens that a request may come to, if it gives up what it merely keeps."""
-        return self._need(request) + sum(entry.reserved for entry in self._entries.values()) <= self._host_blocks
+        return self._has_room(self._need(request) + sum(entry.reserved for entry in self._entries.values()))
+
+    def _has_room(self, blocks: int) -> bool:
+        return self.host_blocks is None or blocks <= self.host_blocks
 
     def _need(self, request: Request) -> int:
         longest = min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
@@ -258,7 +262,7 @@ class Ledger:
         self._keys += 1
         self._next.starts.append(Start(entry.key, source, blocks))
         self._entries[request.request_id] = entry
-        while len(self._prefixes) and self.host_used > self._host_blocks:
+        while len(self._prefixes) and not self._has_room(self.host_used):
             self._next.dropped.append(self._prefixes.evict())
         return entry
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass
@@ -71,6 +75,17 @@ class StepMessage(KVConnectorMetadata):
     dropped: list[int] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
+
+
+@dataclass
+class Capacity(KVConnectorHandshakeMetadata):
+    """From a worker to the scheduler, before the first step.
+
+    Attributes:
+        host_blocks: device blocks' worth of tokens that its host can hold; `None` if that is not limited.
+    """
+
+    host_blocks: int | None
 
 
 @dataclass

@@ -102,6 +102,12 @@ class Worker:
         self._owners: dict[int, Row] = {}
         self._reported: dict[str, int] = {}
 
+    @property
+    def host_blocks(self) -> int | None:
+        """Device blocks' worth of tokens that the arena and the tiers below can hold; `None` if that is not limited."""
+        pages = self.manager.rooms.arena.capacity_pages
+        return None if pages is None else pages * self.manager.config.block_size // self.block_size
+
     def layer_number(self, name: str) -> int | None:
         """Which of our layers this is; `None` for others, such as a draft model's."""
         return self._numbers.get(name)

@@ -154,3 +154,14 @@ def test_a_host_that_is_full_leaves_requests_to_vllm(engine, prompts, expected):
     assert ledger(small).counts["refused_handovers.host_full"] >= 1
     assert ledger(small).counts["handovers"] >= 1
     assert_all_given_back(small)
+
+
+def test_a_tier_below_the_arena_lets_more_requests_in(engine, prompts, expected, tmp_path):
+    """The arena holds three of these requests; the file has what it does not."""
+    tiers = {"arena_bytes": 60 * 1024**2, "tier": f"file:{tmp_path}?limit=1GiB", "segment_blocks": 4}
+    ours = engine({**EVERYTHING, **tiers}, **CHUNKS)
+    assert ledger(ours).host_blocks >= 1200
+    assert greedy(ours, prompts) == expected[0]
+    assert ledger(ours).counts["handovers"] == 8
+    assert worker().manager.stats().tier_bytes > 60 * 1024**2
+    assert_all_given_back(ours)
