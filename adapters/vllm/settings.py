@@ -17,6 +17,9 @@ _WHERE = "kv_connector_extra_config"
 
 _LARGEST_DEFAULT_BLOCK = 16
 
+_CPU_PREDICTOR = "lookahead"
+"""Without a `predictor`, on a CPU: what hints cost there, a quarter of a step, they cannot save, since no transfer takes long."""
+
 _HOSTS = {
     "pool_bytes": "vLLM's own KV blocks are the pool, and --gpu-memory-utilization sets their memory; leave it out",
     "dense_threshold": "vLLM serves short requests itself; set handover_tokens, from which on OasisKV serves them",
@@ -53,13 +56,14 @@ class AdapterConfig:
         return tuple(sorted({*OasisConfig.names(), *_OWN} - _HOSTS.keys()))
 
     @classmethod
-    def from_extra(cls, extra: Mapping[str, Any], host_block_size: int) -> Self:
+    def from_extra(cls, extra: Mapping[str, Any], host_block_size: int, device_type: str = "cuda") -> Self:
         """The settings in `kv_connector_extra_config`.
 
         Args:
             extra: as it came out of JSON.
             host_block_size: tokens in a block of vLLM. Without a `block_size`, OasisKV takes the largest part of it that is
                 allowed and has at most 16 tokens.
+            device_type: where the model runs; without a `predictor`, it is `layer-ahead`, and `lookahead` on a `"cpu"`.
 
         Raises:
             ConfigError: an unknown name, a setting that is not the user's here, or a value that cannot work.
@@ -77,6 +81,8 @@ class AdapterConfig:
         handover = values.pop("handover_tokens", None)
         if values.get("block_size") is None:
             values["block_size"] = _default_block_size(host_block_size)
+        if device_type == "cpu":
+            values.setdefault("predictor", _CPU_PREDICTOR)
         try:
             core = OasisConfig(**values)
         except ConfigError as error:
@@ -93,7 +99,8 @@ class AdapterConfig:
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
             return None
-        return cls.from_extra(transfer.kv_connector_extra_config or {}, vllm_config.cache_config.block_size)
+        extra, size = transfer.kv_connector_extra_config or {}, vllm_config.cache_config.block_size
+        return cls.from_extra(extra, size, vllm_config.device_config.device_type)
 
     def budget_host_blocks(self, host_block_size: int) -> int:
         """Blocks of vLLM that hold the working set of a request."""

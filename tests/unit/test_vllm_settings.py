@@ -122,6 +122,19 @@ def test_every_setting_of_the_core_passes_through():
     assert config.core == OasisConfig(**given)
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "predictor"),
+    [
+        ("cuda", {}, "layer-ahead"),
+        ("cpu", {}, "lookahead"),
+        ("cpu", {"predictor": "layer-ahead"}, "layer-ahead"),
+        ("cuda", {"predictor": "quest"}, "quest"),
+    ],
+)
+def test_the_default_predictor_is_that_of_the_device(device, given, predictor):
+    assert AdapterConfig.from_vllm(engine(device, kv_transfer_config=transfer(given))).core.predictor == predictor
+
+
 def test_the_defaults():
     config = AdapterConfig.from_extra({}, 32)
     assert config.core == OasisConfig()
