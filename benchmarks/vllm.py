@@ -64,7 +64,7 @@ def divergence(ours: dict[str, float], stock: dict[str, float]) -> float:
 
 def at_once(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
     """Prompts of 3,000 to 6,000 tokens in a KV space of 12,800."""
-    count, follow, turns = (6, 64, 1) if options.quick else (10, options.follow, options.turns)
+    count, follow, turns = (6, 64, 1) if options.quick else (12, options.follow, options.turns)
     space = {"num_gpu_blocks_override": 400, "max_model_len": 7000, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
     lengths = [3000 + 3000 * (number * 7 % count) // count for number in range(count)]
     prompts = [tokens[1500 * number : 1500 * number + length] for number, length in enumerate(lengths)]

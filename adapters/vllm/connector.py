@@ -178,10 +178,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             stream.show(partial(_hint, worker, names))
 
     def _residual_stream(self, attentions: list[Attention], rotary: Rotary | None) -> ResidualStream | None:
-        """Where hints come from, if they can be had: hooks do not run in a compiled model."""
-        eager = self._vllm_config.compilation_config.mode == CompilationMode.NONE
+        """Where hints come from, if they can be had: hooks do not run in a compiled model, and layers with adapters know whose
+        each row of the whole batch is."""
+        config = self._vllm_config
+        usable = config.compilation_config.mode == CompilationMode.NONE and config.lora_config is None
         heads, head_dim = attentions[0].num_heads, attentions[0].head_size
-        stream = ResidualStream.around(list(attentions), heads, head_dim, rotary) if eager else None
+        stream = ResidualStream.around(list(attentions), heads, head_dim, rotary) if usable else None
         forget_modules()
         return stream
 

@@ -18,7 +18,7 @@ _WHERE = "kv_connector_extra_config"
 _LARGEST_DEFAULT_BLOCK = 16
 
 _CPU_PREDICTOR = "lookahead"
-"""Without a `predictor`, on a CPU: what hints cost there, a quarter of a step, they cannot save, since no transfer takes long."""
+"""Without a `predictor`, on a CPU: hints cost a quarter of a step there, and there is no transfer to hide."""
 
 _HOSTS = {
     "pool_bytes": "vLLM's own KV blocks are the pool, and --gpu-memory-utilization sets their memory; leave it out",
