@@ -143,8 +143,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`."""
-        self._books.finish(request)
-        return False, None
+        return self.request_finished(request, block_ids[self._group])
 
     def reset_cache(self) -> bool:
         """Forget what is on the host."""

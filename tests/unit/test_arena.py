@@ -20,7 +20,7 @@ def arena():
 
 def test_layers_have_the_slot_layout(arena):
     assert arena.page_bytes == PAGE_BYTES
-    assert arena.num_pages == 10
+    assert arena.num_pages == arena.capacity_pages == 10
     assert [tuple(layer.shape) for layer in arena.layers] == [(20, 2, 4, 8)] * 2
 
 

@@ -49,6 +49,13 @@ def store_of(driver):
     return driver.manager.rooms.arena._store
 
 
+@pytest.mark.parametrize(("limit", "pages"), [(None, None), (7 * PAGE_BYTES, 6), (2 * PAGE_BYTES, 2)])
+def test_the_capacity_is_that_of_the_store_in_whole_segments(limit, pages):
+    driver = tiered(limit)
+    assert driver.manager.rooms.arena.capacity_pages == pages
+    driver.manager.close()
+
+
 def long_sequence(driver, blocks=80):
     """More than twice what the arena holds, read in pieces."""
     sequence = driver.create(4 * blocks, chunk=32)
