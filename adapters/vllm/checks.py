@@ -172,7 +172,7 @@ def check_versions() -> None:
     if faults:
         raise ConfigError(f"vllm is {version}, which lacks what OasisKV needs: {'; '.join(faults)}; install {SUPPORTED}")
     if release is not None and release >= _TOO_NEW:
-        event(logging.WARNING, "vllm_untested", version=version, supported=SUPPORTED)
+        event(logging.WARNING, "vllm-untested", version=version, supported=SUPPORTED)
 
 
 def check_settings(vllm_config: Any, config: AdapterConfig | None) -> None:

@@ -99,12 +99,13 @@ class ResidualStream:
         except RuntimeError:  # shapes that do not fit: this model's layers do more than we know
             difference = real.new_tensor(torch.inf)
         if not bool(difference <= TOLERANCE * real.norm()):
-            event(logging.INFO, "hints_off", layer=number, error=float(difference / real.norm()))
+            event(logging.INFO, "hints-off", layer=number, error=float(difference / real.norm()))
             self.detach()
             return False
         self.checked = number == len(self._layers) - 1
         if self.checked:
             _remove(self._unchecked)
+            event(logging.INFO, "hints-on", layers=len(self._handles))
         return True
 
     def detach(self) -> None:

@@ -392,7 +392,7 @@ def test_versions_that_have_all_hooks(installed, version):
 def test_a_newer_version_is_used_with_a_warning(installed, caplog):
     installed["vllm"].__version__ = "0.40.0"
     check_versions()
-    assert "vllm_untested version=0.40.0" in caplog.text
+    assert "vllm-untested version=0.40.0" in caplog.text
 
 
 def test_versions_that_are_too_old(installed):
