@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from oasiskv.errors import UnsupportedModel
+from oasiskv.errors import ConfigError, UnsupportedModel
 from oasiskv.host_memory import physical_bytes
 from oasiskv.types import Rotary
 
@@ -92,6 +92,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             handover_tokens=self._settings.handover_tokens,
             block_size=size,
             lent_blocks=self._settings.budget_host_blocks(size),
+            most_blocks=self._settings.most_host_blocks(size, config.scheduler_config.max_num_batched_tokens),
             max_model_len=config.model_config.max_model_len,
             kept_first=_DRAFT_FIRST if drafts else 0,
             kept_last=-(-_DRAFT_LAST // size) if drafts else 0,
@@ -104,6 +105,14 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         said = [one.host_blocks for one in metadata.values() if isinstance(one, Capacity)]
         limits = [blocks for blocks in said if blocks is not None]
         self._books.host_blocks = min(limits) if limits else None
+        longest, size = self._vllm_config.model_config.max_model_len, self._block_size
+        assert self._kv_cache_manager is not None
+        on_device = self._kv_cache_manager.block_pool.num_gpu_blocks - 1
+        if limits and max(on_device, min(limits) - 1) * size < longest:
+            raise ConfigError(
+                f"max_model_len is {longest}, but the KV space holds {on_device * size} tokens and the host "
+                f"{(min(limits) - 1) * size}: raise arena_bytes or add a tier, or lower --max-model-len"
+            )
 
     @property
     def _books(self) -> Ledger:

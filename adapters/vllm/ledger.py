@@ -46,6 +46,7 @@ class Ledger:
         handover_tokens: requests with at least this many tokens are recorded, and handed over when they decode.
         block_size: tokens in a device block.
         lent_blocks: device blocks that OasisKV needs for a request.
+        most_blocks: device blocks that a request holds at most if it is handed over while its prompt is read.
         max_model_len: most tokens of a request.
         kept_first, kept_last: own blocks of a request that are never freed, for the layers of a draft model.
         restores: whether a request may begin with what the host has; not if layers that OasisKV does not know need their
@@ -62,6 +63,7 @@ class Ledger:
         handover_tokens: int,
         block_size: int,
         lent_blocks: int,
+        most_blocks: int,
         max_model_len: int,
         kept_first: int = 0,
         kept_last: int = 0,
@@ -70,6 +72,7 @@ class Ledger:
     ) -> None:
         self.host_blocks: int | None = 0  # until the workers have said
         self.lent_blocks = lent_blocks
+        self.most_blocks = most_blocks
         self.kept_first = kept_first
         self.kept_last = kept_last
         self.counts: Counter[str] = Counter()
@@ -140,15 +143,25 @@ class Ledger:
 
     # What the block manager asks and tells
 
-    def releasable(self, request_id: str, processed_tokens: int) -> int | None:
+    def streams(self, request_id: str, blocks: int) -> bool:
+        """Whether a request is handed over while its prompt is read: that takes more than so many device blocks, and the host
+        has room for it."""
+        request = self._requests.get(request_id)
+        if request is None or request.num_tokens < max(self._handover_tokens, blocks * self._block_size):
+            return False
+        return request_id in self._entries or self._fits(request)
+
+    def releasable(self, request_id: str, processed_tokens: int, streams: bool = False) -> int | None:
         """How many of a request's own blocks, counted from the first, may be freed if it is handed over now; `None` if it
-        should not be. It must decode, and all but its last blocks must be on the host."""
+        should not be. It must decode, and all but its last blocks must be on the host; if it `streams`, some must be there."""
         entry = self._entries.get(request_id)
-        if entry is None or entry.request.is_finished() or processed_tokens < entry.request.num_prompt_tokens:
+        if entry is None or entry.request.is_finished():
             return None
         computed = processed_tokens // self._block_size
         last = min(entry.stored, computed - self.kept_last)
-        return last if last > self.kept_first and entry.stored >= computed - 1 else None
+        reads = processed_tokens < entry.request.num_prompt_tokens
+        ready = streams if reads else entry.stored >= computed - 1
+        return last if last > self.kept_first and ready else None
 
     def lend(self, request_id: str, blocks: list[int], freed: tuple[int, int]) -> None:
         """Device blocks were lent for a request, and some of its own freed."""

@@ -28,6 +28,9 @@ _HOSTS = {
 
 _OWN = ("handover_tokens",)
 
+_PARTS_HELD = 3
+"""Parts of a prompt that are on the device: one that is computed, one that is copied, and one whose copy was not told yet."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
@@ -105,6 +108,11 @@ class AdapterConfig:
     def budget_host_blocks(self, host_block_size: int) -> int:
         """Blocks of vLLM that hold the working set of a request."""
         return -(-self.core.budget_blocks * self.core.block_size // host_block_size)
+
+    def most_host_blocks(self, host_block_size: int, step_tokens: int) -> int:
+        """Blocks of vLLM that a request holds at most if it is handed over while its prompt is read, at most `step_tokens` in a
+        step: those that are lent, and parts of the prompt until their copies are known to be on the host."""
+        return self.budget_host_blocks(host_block_size) + _PARTS_HELD * (-(-step_tokens // host_block_size) + 1)
 
 
 def _default_block_size(host_block_size: int) -> int:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.block_pool import BlockPool  # noqa: F401  (before the spec registry, which imports the managers lazily)
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from .settings import AdapterConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class OasisSpec(FullAttentionSpec):
     """As `FullAttentionSpec`; that it is another type gives its group a block manager of ours."""
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """As the base, but for what goes to the host while a long prompt is read."""
+        whole: int = super().max_memory_usage_bytes(vllm_config)
+        settings = AdapterConfig.from_vllm(vllm_config)
+        if settings is None:
+            return whole
+        most = settings.most_host_blocks(self.block_size, vllm_config.scheduler_config.max_num_batched_tokens)
+        return min(whole, most * self.page_size_bytes)
 
 
 def lendable(spec: AttentionSpec) -> AttentionSpec:

@@ -5,9 +5,10 @@ import math
 import pytest
 from transformers import AutoTokenizer
 
+from oasiskv.errors import ConfigError
 from oasiskv.testing import retrieval
 
-from .inside import Driver, assert_all_given_back, greedy, ledger, worker
+from .inside import Driver, assert_all_given_back, greedy, ledger, scheduler, worker
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -108,3 +109,36 @@ def test_what_follows_is_as_likely_as_to_the_stock_engine(engine, ours, prompts)
         for n, token in enumerate(written.token_ids)
     )
     assert agree >= 44
+
+
+TIGHT = {"num_gpu_blocks_override": 64, "max_model_len": 3600, "max_num_batched_tokens": 256}
+"""A KV space of 2,016 tokens, less than a prompt."""
+
+
+def test_prompts_that_exceed_the_kv_space_are_read_exactly(engine, prompts):
+    expected = likeliest(engine(), prompts[:2])
+    tight = engine({"budget_tokens": 512}, **TIGHT)
+    assert scheduler(tight).kv_cache_manager.block_pool.num_gpu_blocks * 32 < LENGTH
+    for ours, stock in zip(likeliest(tight, prompts[:2]), expected, strict=True):
+        assert ours == pytest.approx(stock, abs=1e-3)
+    assert ledger(tight).counts["handovers"] >= 2
+    driver = Driver(tight)
+    for number, prompt in enumerate(prompts[:2]):
+        driver.add(str(number), prompt, 24)
+    driver.finish()
+    assert all(len(tokens) == 24 for tokens in driver.tokens.values())
+    assert_all_given_back(tight)
+
+
+def likeliest(engine, prompts):
+    """The log probabilities of the likeliest first tokens after each prompt."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(max_tokens=1, temperature=0, logprobs=5)
+    outputs = [engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    return [{token: place.logprob for token, place in output.logprobs[0].items()} for output in outputs]
+
+
+def test_a_length_that_neither_the_device_nor_the_host_holds_is_refused(engine):
+    with pytest.raises(ConfigError, match=r"max_model_len is 3600, but the KV space holds 2016 tokens and the host 1408"):
+        engine({"budget_tokens": 512, "arena_bytes": 64 * 1024**2}, **TIGHT)
