@@ -43,7 +43,8 @@ class Ledger:
     """The books of one engine.
 
     Args:
-        handover_tokens: requests with at least this many tokens are recorded, and handed over when they decode.
+        handover_tokens: requests with at least this many tokens are recorded, and handed over when they
+            decode or, if their prompt is long, before.
         block_size: tokens in a device block.
         lent_blocks: device blocks that OasisKV needs for a request.
         most_blocks: device blocks that a request holds at most if it is handed over while its prompt is read.
