@@ -165,3 +165,36 @@ def test_a_tier_below_the_arena_lets_more_requests_in(engine, prompts, expected,
     assert ledger(ours).counts["handovers"] == 8
     assert worker().manager.stats().tier_bytes > 60 * 1024**2
     assert_all_given_back(ours)
+
+
+def test_long_prompts_come_and_go_in_a_tight_space(engine, tokens):
+    """They take more than half of the KV space, so they are handed over while they are read, among others that are not."""
+    tight = {"num_gpu_blocks_override": 72, "max_model_len": 2048, "max_num_batched_tokens": 128}
+    budget = {**EVERYTHING, "budget_tokens": 1280}
+    prompts = [tokens[200 * number : 200 * number + (1180 if number % 2 else 300)] for number in range(4)]
+    expected = greedy(engine(**CHUNKS), prompts)
+    ours = engine(budget, **tight, enable_prefix_caching=True)
+    before_the_end = []
+    lend = ledger(ours).lend
+
+    def look(request_id, *rest):
+        request = ledger(ours)._requests[request_id]
+        before_the_end.append(request.num_computed_tokens < request.num_prompt_tokens)
+        return lend(request_id, *rest)
+
+    ledger(ours).lend = look
+    driver = Driver(ours)
+    for number, prompt in enumerate(prompts):
+        driver.add(str(number), prompt)
+    driver.add("cancelled", prompts[1][5:])
+    steps = 0
+    while driver.step():
+        steps += 1
+        if steps % 16 == 0 and driver.scheduler.running:
+            driver.preempt()
+        if steps == 12:
+            driver.abort("cancelled")
+        assert steps < 1000
+    assert [driver.tokens[str(number)] for number in range(4)] == expected
+    assert sum(before_the_end) >= 2
+    assert_all_given_back(ours)

@@ -116,12 +116,12 @@ TIGHT = {"num_gpu_blocks_override": 64, "max_model_len": 3600, "max_num_batched_
 
 
 def test_prompts_that_exceed_the_kv_space_are_read_exactly(engine, prompts):
-    expected = likeliest(engine(), prompts[:2])
+    expected = likeliest(engine(), prompts[:1])
     tight = engine({"budget_tokens": 512}, **TIGHT)
     assert scheduler(tight).kv_cache_manager.block_pool.num_gpu_blocks * 32 < LENGTH
-    for ours, stock in zip(likeliest(tight, prompts[:2]), expected, strict=True):
+    for ours, stock in zip(likeliest(tight, prompts[:1]), expected, strict=True):
         assert ours == pytest.approx(stock, abs=1e-3)
-    assert ledger(tight).counts["handovers"] >= 2
+    assert ledger(tight).counts["handovers"] == 1
     driver = Driver(tight)
     for number, prompt in enumerate(prompts[:2]):
         driver.add(str(number), prompt, 24)
