@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from .ledger import Ledger
 
 
-_LARGE_SHARE = 2
-"""A prompt that takes more than one part in so many of the KV space is handed over while it is read."""
-
-
 class LendingBlockManager(FullAttentionManager):
     """The blocks of one KV cache group.
 
@@ -42,16 +38,19 @@ class LendingBlockManager(FullAttentionManager):
         **kwargs: Any,
     ) -> int:
         """As the base; tokens that come from the host need no blocks but the lent ones. Where vLLM asks whether all of a prompt
-        fits, one that is handed over while it is read needs no more than it ever holds at once."""
+        fits, one that is handed over before it has been read needs no more than it ever holds at once."""
         needed = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_local_computed_tokens, *args, **kwargs
         )
-        if apply_admission_cap and self.ledger is not None and self._streams(request_id):
-            needed = min(needed, self.ledger.most_blocks)
-        external = self._external_blocks(total_computed_tokens - num_local_computed_tokens)
-        if self.ledger is None or not external or request_id in self.num_cached_block:
+        if self.ledger is None:
             return needed
-        return needed - external + self.ledger.lent_blocks
+        external = self._external_blocks(total_computed_tokens - num_local_computed_tokens)
+        begins_lent = external > 0 and request_id not in self.num_cached_block
+        if begins_lent:
+            needed += self.ledger.lent_blocks - external
+        if apply_admission_cap and (begins_lent or self.ledger.streams(request_id)):
+            needed = min(needed, self.ledger.most_blocks)
+        return needed
 
     def allocate_external_computed_blocks(
         self,
@@ -84,7 +83,7 @@ class LendingBlockManager(FullAttentionManager):
         if ledger is None or not blocks:
             return
         if request_id not in self._lent:
-            last = ledger.releasable(request_id, processed_computed_tokens, self._streams(request_id))
+            last = ledger.releasable(request_id, processed_computed_tokens)
             if last is None or not self._can_lend(blocks[ledger.kept_first : last]):
                 return
             self._free_range(request_id, ledger.kept_first, last)
@@ -93,11 +92,6 @@ class LendingBlockManager(FullAttentionManager):
             last = max(ledger.kept_first, processed_computed_tokens // self.block_size - ledger.kept_last)
             self._free_range(request_id, ledger.kept_first, last)
             ledger.free(request_id, last)
-
-    def _streams(self, request_id: str) -> bool:
-        """Whether a prompt is too long to stay on the device while it is read."""
-        assert self.ledger is not None
-        return self.ledger.streams(request_id, self.block_pool.num_gpu_blocks // _LARGE_SHARE)
 
     def _can_lend(self, given: list[KVCacheBlock]) -> bool:
         """Whether the pool has enough blocks once those that are `given` back, and that nobody shares, are free."""

@@ -88,17 +88,26 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(manager, LendingBlockManager)
         config, size = self._vllm_config, self._block_size
         drafts = len(self._layer_names()) < len(self._kv_cache_config.kv_cache_groups[self._group].layer_names)
+        kept_first, kept_last = (_DRAFT_FIRST, -(-_DRAFT_LAST // size)) if drafts else (0, 0)
+        most = self._settings.most_host_blocks(size, config.scheduler_config.max_num_batched_tokens)
         manager.ledger = self._ledger = Ledger(
             handover_tokens=self._settings.handover_tokens,
             block_size=size,
             lent_blocks=self._settings.budget_host_blocks(size),
-            most_blocks=self._settings.most_host_blocks(size, config.scheduler_config.max_num_batched_tokens),
+            most_blocks=most + kept_first + kept_last,
+            device_blocks=self._device_blocks,
             max_model_len=config.model_config.max_model_len,
-            kept_first=_DRAFT_FIRST if drafts else 0,
-            kept_last=-(-_DRAFT_LAST // size) if drafts else 0,
+            kept_first=kept_first,
+            kept_last=kept_last,
             restores=len(self._kv_cache_config.kv_cache_groups) == 1,
             shares=bool(config.cache_config.enable_prefix_caching),
         )
+
+    @property
+    def _device_blocks(self) -> int:
+        """Blocks of vLLM for requests; one is never used."""
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager.block_pool.num_gpu_blocks - 1
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The workers say how much their hosts hold: what counts is the least."""
@@ -106,8 +115,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         limits = [blocks for blocks in said if blocks is not None]
         self._books.host_blocks = min(limits) if limits else None
         longest, size = self._vllm_config.model_config.max_model_len, self._block_size
-        assert self._kv_cache_manager is not None
-        on_device = self._kv_cache_manager.block_pool.num_gpu_blocks - 1
+        on_device = self._device_blocks
         if limits and max(on_device, min(limits) - 1) * size < longest:
             raise ConfigError(
                 f"max_model_len is {longest}, but the KV space holds {on_device * size} tokens and the host "

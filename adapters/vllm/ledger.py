@@ -43,11 +43,12 @@ class Ledger:
     """The books of one engine.
 
     Args:
-        handover_tokens: requests with at least this many tokens are recorded, and handed over when they
-            decode or, if their prompt is long, before.
+        handover_tokens: requests with at least this many tokens are recorded, and handed over when they decode. A prompt that
+            takes more than half of the device blocks is handed over before.
         block_size: tokens in a device block.
         lent_blocks: device blocks that OasisKV needs for a request.
-        most_blocks: device blocks that a request holds at most if it is handed over while its prompt is read.
+        most_blocks: device blocks that a request holds at most if it is handed over before its prompt has been read.
+        device_blocks: all that there are.
         max_model_len: most tokens of a request.
         kept_first, kept_last: own blocks of a request that are never freed, for the layers of a draft model.
         restores: whether a request may begin with what the host has; not if layers that OasisKV does not know need their
@@ -65,6 +66,7 @@ class Ledger:
         block_size: int,
         lent_blocks: int,
         most_blocks: int,
+        device_blocks: int,
         max_model_len: int,
         kept_first: int = 0,
         kept_last: int = 0,
@@ -74,6 +76,8 @@ class Ledger:
         self.host_blocks: int | None = 0  # until the workers have said
         self.lent_blocks = lent_blocks
         self.most_blocks = most_blocks
+        self._device_blocks = device_blocks
+        self._long_tokens = max(handover_tokens, device_blocks // 2 * block_size + 1)
         self.kept_first = kept_first
         self.kept_last = kept_last
         self.counts: Counter[str] = Counter()
@@ -107,6 +111,9 @@ class Ledger:
             return 0
         # At least one token must be computed, so that there is something to sample from.
         usable = min(blocks, (request.num_tokens - 1) // self._block_size)
+        rest = -(-request.num_tokens // self._block_size) - usable
+        if min(rest + self.lent_blocks, self.most_blocks) > self._device_blocks:
+            return 0  # beside the lent blocks it would never be admitted
         return max(0, usable * self._block_size - local_tokens)
 
     def admit(self, request: Request, external_tokens: int) -> None:
@@ -144,24 +151,23 @@ class Ledger:
 
     # What the block manager asks and tells
 
-    def streams(self, request_id: str, blocks: int) -> bool:
-        """Whether a request is handed over while its prompt is read: that takes more than so many device blocks, and the host
-        has room for it."""
+    def streams(self, request_id: str) -> bool:
+        """Whether a request is handed over while its prompt is read: that takes much of the device, and the host has room."""
         request = self._requests.get(request_id)
-        if request is None or request.num_tokens < max(self._handover_tokens, blocks * self._block_size):
+        if request is None or self.most_blocks > self._device_blocks or request.num_tokens < self._long_tokens:
             return False
         return request_id in self._entries or self._fits(request)
 
-    def releasable(self, request_id: str, processed_tokens: int, streams: bool = False) -> int | None:
+    def releasable(self, request_id: str, processed_tokens: int) -> int | None:
         """How many of a request's own blocks, counted from the first, may be freed if it is handed over now; `None` if it
-        should not be. It must decode, and all but its last blocks must be on the host; if it `streams`, some must be there."""
+        should not be. It must decode, and all but its last blocks must be on the host; if it `streams`, some of them."""
         entry = self._entries.get(request_id)
         if entry is None or entry.request.is_finished():
             return None
         computed = processed_tokens // self._block_size
         last = min(entry.stored, computed - self.kept_last)
         reads = processed_tokens < entry.request.num_prompt_tokens
-        ready = streams if reads else entry.stored >= computed - 1
+        ready = self.streams(request_id) if reads else entry.stored >= computed - 1
         return last if last > self.kept_first and ready else None
 
     def lend(self, request_id: str, blocks: list[int], freed: tuple[int, int]) -> None:
