@@ -122,6 +122,11 @@ def test_every_setting_of_the_core_passes_through():
     assert config.core == OasisConfig(**given)
 
 
+def test_a_streamed_prompt_holds_lent_blocks_and_three_parts():
+    config = AdapterConfig.from_extra({"budget_tokens": 640, "block_size": 16}, 32)
+    assert config.most_host_blocks(32, 256) == 640 // 32 + 3 * (256 // 32 + 1)
+
+
 @pytest.mark.parametrize(
     ("device", "given", "predictor"),
     [
