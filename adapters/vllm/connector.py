@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CompilationMode, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -117,6 +118,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         longest, size = self._vllm_config.model_config.max_model_len, self._block_size
         on_device = self._device_blocks
         if limits and max(on_device, min(limits) - 1) * size < longest:
+            ensure_kv_transfer_shutdown()  # a worker in this process would outlive the engine, and be found by the next one
             raise ConfigError(
                 f"max_model_len is {longest}, but the KV space holds {on_device * size} tokens and the host "
                 f"{(min(limits) - 1) * size}: raise arena_bytes or add a tier, or lower --max-model-len"

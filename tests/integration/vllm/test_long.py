@@ -4,6 +4,7 @@ import math
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 
 from oasiskv.errors import ConfigError
 from oasiskv.testing import retrieval
@@ -142,3 +143,5 @@ def likeliest(engine, prompts):
 def test_a_length_that_neither_the_device_nor_the_host_holds_is_refused(engine):
     with pytest.raises(ConfigError, match=r"max_model_len is 3600, but the KV space holds 2016 tokens and the host 1408"):
         engine({"budget_tokens": 512, "arena_bytes": 64 * 1024**2}, **TIGHT)
+    assert not has_kv_transfer_group()  # the next engine in this process finds nothing of it
+    assert greedy(engine(), [[1, 2, 3]], 1)
