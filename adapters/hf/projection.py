@@ -14,13 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from oasiskv.predictors.layer_ahead import LAYERS_AHEAD, PROJECTION_TOLERANCE, projection_error
 from oasiskv.types import MAX_STEP_ROWS, ModelShape
-
-LAYERS_AHEAD = 2
-"""Model layers between the residual stream that is shown and the layer that it is shown for."""
-
-TOLERANCE = 0.02
-"""Largest relative error of a checked projection; half precision needs some."""
 
 
 class HFProjection:
@@ -106,10 +101,8 @@ class ResidualStream:
             raw = self._projection.project(layer, hidden)
         except RuntimeError:  # shapes that do not fit: this model's projection does more than we know
             return False
-        guessed = shape.rotary.rotate(raw, torch.tensor(position, device=hidden.device))
         self.checked = layer == shape.num_layers - 1
-        difference = (guessed - queries.float()).norm()
-        return bool(difference <= TOLERANCE * queries.float().norm())
+        return projection_error(raw, queries, position, shape.rotary) <= PROJECTION_TOLERANCE
 
     def detach(self) -> None:
         """Take the hooks off the model."""

@@ -192,8 +192,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         rotary = rotary_of_model(first.head_size)
         stream = self._residual_stream([layers[name] for name in names], rotary)
         self.worker = worker = Worker(core, caches, first.num_heads, reader, rotary, stream)
-        if stream is not None:
-            stream.show(partial(_hint, worker, names))
+        if worker.stream is not None:
+            worker.stream.show(partial(_hint, worker, names))
 
     def _residual_stream(self, attentions: list[Attention], rotary: Rotary | None) -> ResidualStream | None:
         """Where hints come from, if they can be had: hooks do not run in a compiled model, and layers with adapters know whose

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +18,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from oasiskv.log import event
+from oasiskv.predictors.layer_ahead import LAYERS_AHEAD, PROJECTION_TOLERANCE, projection_error
 from oasiskv.types import Rotary
 
 from .batch_rows import Rows
 from .decoder_layers import decoder_layers_around
-
-LAYERS_AHEAD = 2
-"""Decoder layers between the residual stream that is shown and the layer that it is shown for."""
-
-TOLERANCE = 0.02
-"""Largest relative error of a checked projection; half precision needs some."""
 
 Show = Callable[[int, Callable[[Rows], torch.Tensor]], None]
 """Is told a layer of ours, and how to project some rows of the batch for it."""
@@ -92,14 +88,13 @@ class ResidualStream:
         entered = self._entered.pop(number, None)
         if entered is None:
             return True
-        real = queries[-1].float()
         try:
             raw = self.project(number, self._queries(number, *entered))[0]
-            difference = (self._rotary.rotate(raw, torch.tensor(position, device=raw.device)) - real).norm()
+            error = projection_error(raw, queries[-1], position, self._rotary)
         except RuntimeError:  # shapes that do not fit: this model's layers do more than we know
-            difference = real.new_tensor(torch.inf)
-        if not bool(difference <= TOLERANCE * real.norm()):
-            event(logging.INFO, "hints-off", layer=number, error=float(difference / real.norm()))
+            error = math.inf
+        if not error <= PROJECTION_TOLERANCE:  # nor if it is not a number
+            event(logging.INFO, "hints-off", layer=number, error=error)
             self.detach()
             return False
         self.checked = number == len(self._layers) - 1

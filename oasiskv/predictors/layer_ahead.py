@@ -19,6 +19,20 @@ from .lookahead import Lookahead
 KEEP = 0.8
 """Weight of the old average when a new error comes in."""
 
+LAYERS_AHEAD = 2
+"""Model layers between the residual stream that a host shows and the layer that it is shown for."""
+
+PROJECTION_TOLERANCE = 0.02
+"""Largest `projection_error` of a projection that is trusted; half precision needs some."""
+
+
+def projection_error(raw: torch.Tensor, queries: torch.Tensor, position: int, rotary: Rotary) -> float:
+    """How far the queries that a projection gives, `(query_heads, head_dim)` before rotary embedding, are from those that the
+    layer really made at a position: the norm of the difference, relative to that of the latter."""
+    real = queries.float()
+    difference = rotary.rotate(raw, torch.tensor(position, device=raw.device)) - real
+    return float(difference.norm() / real.norm().clamp(min=torch.finfo(real.dtype).tiny))
+
 
 class LayerAhead(Lookahead):
     """Scores guessed queries where the host hints at the residual stream; elsewhere it is `lookahead`."""
