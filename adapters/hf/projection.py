@@ -88,10 +88,11 @@ class ResidualStream:
         """`(batch, rows, hidden_size)` enters decoder layer `index`."""
         show = self._show()
         if not self.checked:
-            self._seen[index] = hidden[-1, -1]
+            self._seen[index] = hidden[-1, -1].detach()
         elif index in self._targets and hidden.shape[1] <= self._most_rows and show is not None:
             show(self._targets[index], hidden)
 
+    @torch.no_grad()
     def check(self, layer: int, queries: torch.Tensor, position: int, shape: ModelShape) -> bool:
         """Whether the projection gives the queries `(query_heads, head_dim)` that full-attention layer `layer` really made."""
         hidden = self._seen.pop(self._full[layer], None)

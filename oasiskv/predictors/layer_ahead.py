@@ -26,6 +26,7 @@ PROJECTION_TOLERANCE = 0.02
 """Largest `projection_error` of a projection that is trusted; half precision needs some."""
 
 
+@torch.no_grad()
 def projection_error(raw: torch.Tensor, queries: torch.Tensor, position: int, rotary: Rotary) -> float:
     """How far the queries that a projection gives, `(query_heads, head_dim)` before rotary embedding, are from those that the
     layer really made at a position: the norm of the difference, relative to that of the latter."""

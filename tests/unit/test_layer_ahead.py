@@ -5,7 +5,7 @@ import torch
 
 from oasiskv import KVManager, ModelShape, OasisConfig, Rotary
 from oasiskv.errors import InputError, StateError
-from oasiskv.predictors.layer_ahead import KEEP, LayerAhead
+from oasiskv.predictors.layer_ahead import KEEP, LayerAhead, projection_error
 
 SHAPE = ModelShape(num_layers=3, query_heads=4, kv_heads=2, head_dim=8, rotary=Rotary((1.0, 0.1, 0.01, 0.001)))
 CONFIG = OasisConfig(budget_tokens=48, block_size=4, sink_tokens=4, window_tokens=8, predictor="layer-ahead", workers=0)
@@ -53,6 +53,14 @@ def test_the_average_of_past_errors_mends_a_constant_error():
         made.learn(1, true, position, ROWS)
     expected = [KEEP**step for step in range(12)]
     assert distance == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_error_of_a_projection_is_relative_and_keeps_no_graph():
+    """Models may run with gradients on: making a number of a tensor that has a graph is a warning of torch's."""
+    queries = torch.randn((4, 8), requires_grad=True)
+    raw = SHAPE.rotary.rotate(queries * 1.25, torch.tensor(37), inverse=True)
+    assert projection_error(raw, queries, 37, SHAPE.rotary) == pytest.approx(0.25, rel=1e-4)
+    assert projection_error(raw, torch.zeros((4, 8)), 37, SHAPE.rotary) > 1e30
 
 
 def test_a_late_guess_teaches_nothing():
