@@ -65,7 +65,7 @@ def divergence(ours: dict[str, float], stock: dict[str, float]) -> float:
 def at_once(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
     """Prompts of 3,000 to 6,000 tokens in a KV space of 12,800."""
     count, follow, turns = (6, 64, 1) if options.quick else (12, options.follow, options.turns)
-    space = {"num_gpu_blocks_override": 400, "max_model_len": 7000, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
+    space = {"num_gpu_blocks_override": 400, "max_model_len": 6000 + follow, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
     lengths = [3000 + 3000 * (number * 7 % count) // count for number in range(count)]
     prompts = [tokens[1500 * number : 1500 * number + length] for number, length in enumerate(lengths)]
     ratios, decoding, most = [], [], []
@@ -158,7 +158,7 @@ def more_options(parser: argparse.ArgumentParser) -> None:
     rows = ["at-once", "quality", "needles", "short"]
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, help="rows to measure")
     parser.add_argument("--budget", type=int, default=512, help="budget_tokens where requests compete for space")
-    parser.add_argument("--follow", type=int, default=512, help="tokens after each prompt where requests compete for space")
+    parser.add_argument("--follow", type=int, default=1536, help="tokens after each prompt where requests compete for space")
     parser.add_argument("--turns", type=int, default=3, help="turns of what is timed")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from . import layout
 from .errors import ArenaExhausted, InputError, StateError
+from .lent_pool import LentPool
 from .sequence import Phase, Sequence
 
 if TYPE_CHECKING:
@@ -116,18 +117,17 @@ def _allocate(manager: KVManager, count: int) -> list[int]:
 def lend(manager: KVManager, sequence: Sequence, strips: list[int], tail: torch.Tensor | None, tail_tokens: int) -> None:
     """See `KVManager.lend`."""
     rooms, config = manager.rooms, manager.config
-    _require_bare(manager, sequence)
+    pool = _require_bare(manager, sequence)
     if len(strips) != config.budget_blocks:
         raise InputError(f"{len(strips)} strips are lent; a sequence needs {config.budget_blocks}: budget_tokens / block_size")
     if not 0 <= tail_tokens < config.block_size or (tail is None) != (tail_tokens == 0):
         raise InputError(f"tail_tokens is {tail_tokens}; pass 1 to {config.block_size - 1} with a tail, and 0 without one")
-    pool, shape = rooms.pool, manager.shape
-    if len(set(strips)) < len(strips) or not all(0 <= strip < pool.num_strips for strip in strips):
-        raise InputError(f"strips are {strips}; each must be another one of 0 to {pool.num_strips - 1}")
+    shape = manager.shape
     wanted = (shape.num_layers, shape.kv_heads, 2, config.block_size, shape.head_dim)
     if tail is not None and (tuple(tail.shape) != wanted or tail.dtype != shape.dtype):
         raise InputError(f"tail is {tail.dtype} {tuple(tail.shape)}; it must be {shape.dtype} {wanted}")
     manager.drain()
+    pool.take(strips)
     sequence.strips = list(strips)
     rooms.sets.set_strips(sequence.row, sequence.strips)
     sequence.length += tail_tokens
@@ -143,6 +143,7 @@ def reclaim(manager: KVManager, sequence: Sequence) -> None:
         manager.drain()
     finally:  # the host has the memory back, whatever the background work came to
         layout.become_unsettled(manager.rooms, sequence)
+        manager.rooms.pool.release(sequence.strips)
         sequence.strips = []
         manager.rooms.sets.set_strips(sequence.row, [])
         sequence.length = len(sequence.pages) * manager.config.block_size
@@ -166,6 +167,7 @@ def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
     rooms.sets.set_pages(child.row, 0, child.pages)
     for recent in rooms.sets.recent:
         recent[child.row] = recent[sequence.row]
+    rooms.predictor.copy_row(sequence.row, child.row)
     return child
 
 
@@ -184,12 +186,14 @@ def observe(
         start += count
         if count > 1 or not rooms.summary.fitted:  # as for prompts, and for what decodes
             rooms.summary.observe(layer, own, torch.arange(first, first + count, device=own.device))
-        rooms.sets.remember_queries(layer, torch.tensor([sequence.row], device=own.device), own[None])
+        rooms.sets.remember_queries(layer, torch.full((1,), sequence.row, device=own.device), own[None])
 
 
-def _require_bare(manager: KVManager, sequence: Sequence) -> None:
-    """A sequence that somebody else attends to holds no strips, and whole blocks only."""
-    if not manager.rooms.pool.lent:
+def _require_bare(manager: KVManager, sequence: Sequence) -> LentPool:
+    """A sequence that somebody else attends to holds no strips, and whole blocks only. Returns the pool that lends them."""
+    pool = manager.rooms.pool
+    if not isinstance(pool, LentPool):
         raise StateError("this manager has a pool of its own; only one with a LentPool adopts blocks and borrows strips")
     if sequence.strips or sequence.phase is not Phase.UNSETTLED:
         raise StateError("the sequence holds lent strips; reclaim them first")
+    return pool

@@ -205,6 +205,9 @@ class Arena:
         """What of the tables does not agree."""
         return []
 
+    def give_up(self) -> None:
+        """The manager is about to close: whoever waits for a store that is down waits no longer."""
+
     def drain(self) -> None:
         """Wait until what is under way to other tiers has arrived, or has failed."""
 

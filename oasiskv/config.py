@@ -55,6 +55,8 @@ class OasisConfig:
         tier: where blocks go that the arena has no room for: the location of a tier store, such as
             "file:/var/cache/kv?limit=100GiB" (entry-point group `oasiskv.tier_stores`), or several, from fast to slow. Every
             sealed block is stored there; the arena then keeps what was used lately. `None`: the arena holds everything.
+        tier_patience_s: seconds that a call which cannot do without the tier store waits while the store is down, before it
+            raises. 0 does not wait.
         segment_blocks: consecutive blocks that are stored together, in objects of one layer and all kv heads.
         poison_freed: overwrite freed slots with NaN, so that a stale read shows. For tests.
     """
@@ -77,6 +79,7 @@ class OasisConfig:
     pool_bytes: int | None = None
     arena_bytes: int | None = None
     tier: str | Sequence[str] | None = None
+    tier_patience_s: float = 0.0
     segment_blocks: int = 16
     poison_freed: bool = False
 
@@ -100,6 +103,9 @@ class OasisConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value!r}; it is a share of a selected block's mean mass, a number of at least 0")
+        patience = self.tier_patience_s
+        if not isinstance(patience, int | float) or isinstance(patience, bool) or not 0 <= patience < math.inf:
+            raise ConfigError(f"tier_patience_s is {patience!r}; it must be a number of seconds, at least 0")
         if isinstance(self.tier, list):
             object.__setattr__(self, "tier", tuple(self.tier))
         if not isinstance(self.tier, str | tuple | None) or self.tier in ("", ()) or not all(map(_is_text, self.tiers)):
@@ -110,14 +116,15 @@ class OasisConfig:
             raise ConfigError(f'budget_per is {self.budget_per!r}; it must be "head" or "sequence"')
         if self.on_late not in ("wait", "skip"):
             raise ConfigError(f'on_late is {self.on_late!r}; it must be "wait" or "skip"')
+        needed = (self.sink_blocks + self.ring_blocks + 1) * self.block_size
         if self.budget_tokens % self.block_size:
             down = self.budget_tokens // self.block_size * self.block_size
+            fitting = sorted({max(needed, down), max(needed, down + self.block_size)})
             raise ConfigError(
                 f"budget_tokens is {self.budget_tokens}, not a multiple of block_size {self.block_size}; "
-                f"use {down or self.block_size} or {down + self.block_size}"
+                f"use {' or '.join(map(str, fitting))}"
             )
         if self.selected_blocks < 1:
-            needed = (self.sink_blocks + self.ring_blocks + 1) * self.block_size
             raise ConfigError(
                 f"budget_tokens is {self.budget_tokens}, which cannot hold the sinks ({self.sink_tokens} tokens), the window "
                 f"({self.window_tokens} tokens and room for {MAX_STEP_ROWS} rows of a step) and one selected block of "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .errors import ConfigError, StateError
+from .errors import ConfigError, InputError, StateError
 from .pool import Pool
 from .types import ModelShape
 
@@ -21,11 +21,12 @@ class LentPool(Pool):
     Args:
         slots: `(num_slots, 2, block_size, head_dim)`, all of the engine's memory.
         layer_slots: of every layer, the slot where host block 0 begins.
+        num_host_blocks: that the engine has; in every layer they lie within `slots`.
         host_block_slots: slots from one host block of a layer to the next.
         host_block_size: tokens in a host block, a multiple of `block_size`.
 
     Attributes:
-        num_strips: that lie within `slots` in all layers.
+        num_strips: in all host blocks, lent or not.
     """
 
     lent = True
@@ -36,6 +37,7 @@ class LentPool(Pool):
         block_size: int,
         slots: torch.Tensor,
         layer_slots: Sequence[int],
+        num_host_blocks: int,
         host_block_slots: int,
         host_block_size: int,
     ) -> None:
@@ -57,13 +59,16 @@ class LentPool(Pool):
                 f"{shape.kv_heads * self._parts} slots"
             )
         self._host_block_slots = host_block_slots
-        block_slots = shape.kv_heads * self._parts
-        if min(layer_slots) < 0 or max(layer_slots) + block_slots > len(slots):
+        if num_host_blocks < 1:
+            raise ConfigError(f"num_host_blocks is {num_host_blocks}; an engine that lends has at least 1")
+        layer = (num_host_blocks - 1) * host_block_slots + shape.kv_heads * self._parts
+        if min(layer_slots) < 0 or max(layer_slots) + layer > len(slots):
             raise ConfigError(
-                f"layer_slots is {list(layer_slots)}; a block of {block_slots} slots from there on must lie within "
-                f"{len(slots)} slots"
+                f"layer_slots is {list(layer_slots)}; {num_host_blocks} blocks, which take {layer} slots from there on, must "
+                f"lie within {len(slots)} slots"
             )
-        self.num_strips = ((len(slots) - max(layer_slots) - block_slots) // host_block_slots + 1) * self._parts
+        self.num_strips = num_host_blocks * self._parts
+        self._taken: set[int] = set()
         device = slots.device
         heads = torch.arange(shape.kv_heads, device=device) * self._parts
         self._first = torch.tensor(layer_slots, dtype=torch.int64, device=device)[:, None] + heads
@@ -87,8 +92,18 @@ class LentPool(Pool):
             raise StateError("this pool belongs to a serving engine; its blocks come by KVManager.lend")
         return []
 
+    def take(self, strips: Sequence[int]) -> None:
+        """These are lent now. Raises `InputError`, and takes none, if one of them does not exist, comes twice or is lent."""
+        wanted = set(strips)
+        if len(wanted) < len(strips) or not all(0 <= strip < self.num_strips for strip in strips):
+            raise InputError(f"strips are {list(strips)}; each must be another one of 0 to {self.num_strips - 1}")
+        if twice := sorted(wanted & self._taken):
+            raise InputError(f"strips {twice} are lent to a sequence already; reclaim them there first")
+        self._taken |= wanted
+
     def release(self, strips: list[int]) -> None:
-        """The engine knows which blocks it has lent: nothing to do, and no memory to touch."""
+        """These are not lent any more. Their memory is not touched: it may be others' by now."""
+        self._taken.difference_update(strips)
 
     def slots_of(self, strips: torch.Tensor) -> torch.Tensor:
         """As the base."""

@@ -302,7 +302,11 @@ class KVManager:
 
     @_persistent
     def begin_step(
-        self, sequences: Sequences[Sequence], num_tokens: Sequences[int], num_drafts: Sequences[int] | None = None
+        self,
+        sequences: Sequences[Sequence],
+        num_tokens: Sequences[int],
+        num_drafts: Sequences[int] | None = None,
+        prompt: Sequences[bool] | None = None,
     ) -> Step:
         """Open a step over some sequences.
 
@@ -311,6 +315,9 @@ class KVManager:
             num_tokens: rows of each sequence in this forward, drafts included; 1 or more.
             num_drafts: how many of them, the last ones, are draft tokens that `commit` may reject. A step without drafts is
                 certain: its background work starts layer by layer, before it is committed.
+            prompt: whether a sequence's rows are part of a prompt, and attend to the whole history however few they are.
+                Without it, and where it is false, their number tells: a row behind a history decodes, as do up to
+                `MAX_STEP_ROWS` rows with drafts among them.
 
         Raises:
             InputError: lengths that do not fit, no tokens, more drafts than tokens less one.
@@ -322,10 +329,11 @@ class KVManager:
         if self._open is not None:
             raise StateError("another step is open; commit or abort it first")
         drafts = list(num_drafts) if num_drafts is not None else [0] * len(sequences)
-        if not sequences or not len(sequences) == len(num_tokens) == len(drafts):
+        reads = list(prompt) if prompt is not None else [False] * len(sequences)
+        if not sequences or not len(sequences) == len(num_tokens) == len(drafts) == len(reads):
             raise InputError(
-                f"a step needs one num_tokens and one num_drafts per sequence: got {len(sequences)} sequences, "
-                f"{len(num_tokens)} num_tokens, {len(drafts)} num_drafts"
+                f"a step needs one num_tokens, one num_drafts and one prompt per sequence: got {len(sequences)} sequences, "
+                f"{len(num_tokens)} num_tokens, {len(drafts)} num_drafts, {len(reads)} prompt"
             )
         if len({id(sequence) for sequence in sequences}) != len(sequences):
             raise InputError("a sequence is listed twice; fork it to run it twice in one step")
@@ -339,7 +347,7 @@ class KVManager:
         self.step_number += 1
         self.rooms.arena.begin_step()
         make = Step if self._trace is None else partial(TracedStep, self._trace)
-        self._open = make(self, list(sequences), list(num_tokens), drafts)
+        self._open = make(self, list(sequences), list(num_tokens), drafts, reads)
         return self._open
 
     def close_step(self, step: Step) -> None:
@@ -439,6 +447,7 @@ class KVManager:
         if self._closed:
             return
         self._closed = True
+        self.rooms.arena.give_up()
         if self._open is not None:
             self._open.abort()
         self.scheduler.close()

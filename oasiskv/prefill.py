@@ -46,7 +46,7 @@ class PrefillRows:
         self._store(layer, both)
         rooms = manager.rooms
         rooms.summary.observe(layer, queries, self._positions)
-        rooms.sets.remember_queries(layer, torch.tensor([sequence.row], device=queries.device), queries[None])
+        rooms.sets.remember_queries(layer, torch.full((1,), sequence.row, device=queries.device), queries[None])
         return output.transpose(0, 1)
 
     def _store(self, layer: int, both: torch.Tensor) -> None:

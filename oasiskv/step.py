@@ -23,10 +23,13 @@ class Step:
     """Made by `KVManager.begin_step`. Rows of all sequences are packed one after another, in the order of the sequences.
 
     A sequence decodes over its working set when it has a history and brings one row, or up to `MAX_STEP_ROWS` rows with drafts
-    among them. Any other prefills: its rows are prompt, and attend exactly to the whole history, one layer at a time.
+    among them, unless the caller says that they are prompt. Any other prefills: its rows are prompt, and attend exactly to the
+    whole history, one layer at a time.
     """
 
-    def __init__(self, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int]) -> None:
+    def __init__(
+        self, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int], prompt: list[bool]
+    ) -> None:
         self.manager = manager
         self.sequences = sequences
         self.num_tokens = num_tokens
@@ -36,8 +39,8 @@ class Step:
         self._done = False
         self._total = sum(num_tokens)
         decoding = [
-            sequence.length > 0 and tokens <= MAX_STEP_ROWS and (tokens == 1 or drafts > 0)
-            for sequence, tokens, drafts in zip(sequences, num_tokens, num_drafts, strict=True)
+            sequence.length > 0 and not reads and tokens <= MAX_STEP_ROWS and (tokens == 1 or drafts > 0)
+            for sequence, tokens, drafts, reads in zip(sequences, num_tokens, num_drafts, prompt, strict=True)
         ]
         offsets = [0]
         for tokens in num_tokens:

@@ -15,6 +15,7 @@ from .config import OasisConfig
 from .errors import ArenaExhausted, ConfigError, SegmentLost, StateError, TierUnavailable
 from .fetching import Fetcher
 from .host_memory import bytes_of, physical_bytes, returned_memory
+from .patience import Outage, Patience
 from .segment_writer import Segment, SegmentWriter
 from .slot_table import SlotTable
 from .tiers.abc import TierStore
@@ -47,13 +48,20 @@ class TieredArena(Arena):
     tiered = True
 
     def __init__(
-        self, shape: ModelShape, layout: SegmentLayout, limit_bytes: int, store: TierStore, meters: Sequence[MeteredStore] = ()
+        self,
+        shape: ModelShape,
+        layout: SegmentLayout,
+        limit_bytes: int,
+        store: TierStore,
+        meters: Sequence[MeteredStore] = (),
+        patience_s: float = 0.0,
     ) -> None:
         super().__init__(shape, layout.block_size, limit_bytes)
         self.exact = not store.traits.lossy
         self.meters = meters
         self.layout = layout
         self._store = store
+        self._patience = Patience(patience_s)
         self._lane = lane = TierLane(store)
         self._space = f"run-{secrets.token_hex(8)}"
         self._views = [bytes_of(layer) for layer in self.layers]
@@ -89,19 +97,23 @@ class TieredArena(Arena):
         return self._table.touched * self.shape.num_layers * self.layout.slot_bytes
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages and memory for them, all or none. Waits for blocks on their way to the store if that gives room.
-        Raises `ArenaExhausted`."""
+        """Take `count` pages and memory for them, all or none. Waits for blocks on their way to the store if that gives room,
+        and for a store that is down as long as patience lasts. Raises `ArenaExhausted`."""
         self._check_process()
         needed = count * self.shape.kv_heads
         with self._lock:
             pages = [self._take() for _ in range(count)]
             self._table.grow(self._high_water)
+        outage, possible = Outage(self._patience), needed <= self._table.num_slots
         try:
             while not self._assign(pages, needed):
-                if needed <= self._table.num_slots and self._writer.wait(1.0):
+                if possible and self._writer.wait(1.0):
                     continue
                 if self._assign(pages, needed):
                     break  # the last segment was stored between the two
+                error = self._writer.error
+                if possible and isinstance(error, TierUnavailable) and outage.wait(error):
+                    continue
                 raise ArenaExhausted(self._why_exhausted(needed))
         except BaseException:
             self.release(pages)
@@ -279,8 +291,17 @@ class TieredArena(Arena):
         ops.copy_blocks(self.layers[layer], out, torch.from_numpy(slots), torch.arange(len(slots)))
 
     def _gather(self, layer: int, owners: np.ndarray) -> torch.Tensor:
-        """Blocks wherever they are, `(n, 2, block_size, head_dim)` on the host, without keeping them. Raises `SegmentLost`,
-        `TierUnavailable`."""
+        """Blocks wherever they are, `(n, 2, block_size, head_dim)` on the host, without keeping them. Waits for a store that is
+        down as long as patience lasts. Raises `SegmentLost`, `TierUnavailable`."""
+        outage = Outage(self._patience)
+        while True:
+            try:
+                return self._gather_once(layer, owners)
+            except TierUnavailable as error:
+                if not outage.wait(error):
+                    raise
+
+    def _gather_once(self, layer: int, owners: np.ndarray) -> torch.Tensor:
         pages, heads = np.divmod(owners, self.shape.kv_heads)
         blocks = returned_memory((len(owners), *self.layers[layer].shape[1:]), self.shape.dtype)
         with self._lock:
@@ -358,6 +379,10 @@ class TieredArena(Arena):
 
     # The end
 
+    def give_up(self) -> None:
+        """As `Arena.give_up`."""
+        self._patience.give_up()
+
     def drain(self) -> None:
         """As `Arena.drain`. Raises `StateError` in a forked child."""
         self._check_process()
@@ -408,4 +433,4 @@ def tiered_arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None,
     if store.layout != layout:
         raise ConfigError(f"tier was made for {store.layout}, but this model and configuration need {layout}")
     limit = config.arena_bytes if config.arena_bytes is not None else physical_bytes() // 2
-    return TieredArena(shape, layout, limit, store, meters)
+    return TieredArena(shape, layout, limit, store, meters, config.tier_patience_s)

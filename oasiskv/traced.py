@@ -24,13 +24,19 @@ class TracedStep(Step):
     """A step whose parts are slices of the foreground lane; the whole of it is one too, around them."""
 
     def __init__(
-        self, trace: Trace, manager: KVManager, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int]
+        self,
+        trace: Trace,
+        manager: KVManager,
+        sequences: list[Sequence],
+        num_tokens: list[int],
+        num_drafts: list[int],
+        prompt: list[bool],
     ) -> None:
         self._trace = trace
         self._begun = now()
         self._number = manager.step_number
         try:
-            super().__init__(manager, sequences, num_tokens, num_drafts)
+            super().__init__(manager, sequences, num_tokens, num_drafts, prompt)
         finally:
             trace.add(FOREGROUND, "begin_step", self._begun, sequences=len(sequences), rows=sum(num_tokens))
 

@@ -134,9 +134,16 @@ def current_plan(worker: Worker, layer_name: str) -> Plan | None:
 
 
 def builder_over(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadataBuilder]:
-    """A metadata builder that remembers what its metadata was built from."""
+    """A metadata builder that remembers what its metadata was built from. So metadata is built anew for every KV cache group
+    and for every step of a draft model, where `base` might change the tables of what is there."""
 
     class OasisBuilder(base):
+        supports_update_block_table = False
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.supports_draft_decode_metadata_update = False
+
         def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             metadata.oasis = Batch(super().build, common_attn_metadata)
@@ -181,7 +188,10 @@ def impl_over(base: type[AttentionImpl]) -> type[AttentionImpl]:
                 stock(layer, query[tokens], key[tokens], value[tokens], kv_cache, metadata, part, *args, **kwargs)
                 output[tokens] = part
             ours = plan.ours
-            output[ours] = worker.attend(number, query[ours], key[ours], value[ours], self.scale)
+            own = query[ours]
+            if own.is_cuda and isinstance(ours, slice):
+                own = own.clone()  # background work may read it after the graph that owns this memory has used it again
+            output[ours] = worker.attend(number, own, key[ours], value[ours], self.scale)
             return output
 
     return OasisImpl

@@ -19,7 +19,7 @@ from typing import Any
 from oasiskv.errors import ConfigError, UnsupportedModel
 from oasiskv.log import event
 
-from .settings import CONNECTOR, AdapterConfig
+from .settings import CONNECTOR, RANK, AdapterConfig
 
 SUPPORTED = "vllm>=0.30,<0.33"
 """Versions that the adapter is written for. A newer one is used, with a warning, while it has all hooks."""
@@ -34,6 +34,9 @@ _CPU_BLOCK = 32
 
 _HEAD_MAJOR = ("LBHNC", "HND")
 """Names of the layout in which the tokens of one kv head lie together."""
+
+_EXCLUSIVE = "file:"
+"""Locations that one process has to itself."""
 
 _FULL_ATTENTION = ("full_attention", "attention")
 
@@ -251,6 +254,14 @@ def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:
             yield f"{name} is {value}; a request's KV must be on one rank, so use 1, or --tensor-parallel-size"
     if getattr(parallel, "enable_dbo", False):
         yield "enable_dbo is True; OasisKV attends over a whole step at once, so leave --enable-dbo out"
+    workers = parallel.tensor_parallel_size * getattr(parallel, "data_parallel_size", 1)
+    for location in config.core.tiers:
+        if workers > 1 and location.startswith(_EXCLUSIVE) and RANK not in location:
+            path, question, options = location.partition("?")
+            yield (
+                f"tier is {location!r}, and there are {workers} workers; a folder of the file tier serves one of them: "
+                f"{path.rstrip('/')}/{RANK}{question}{options}"
+            )
     drafts = vllm_config.speculative_config
     if drafts is not None and scheduler.async_scheduling:
         yield (
@@ -270,6 +281,12 @@ def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         yield "kv_sharing_fast_prefill is True; OasisKV needs every layer's own KV: --no-kv-sharing-fast-prefill"
     if not _on_cpu(vllm_config):
+        mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+        if mode is not None and mode.has_full_cudagraphs():
+            yield (
+                f"cudagraph_mode is {mode.name}; a full graph would skip OasisKV's attention: "
+                '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', and no fuse_attn_quant in its pass_config'
+            )
         asked = os.environ.get("VLLM_KV_CACHE_LAYOUT")
         for name, layout in (("VLLM_KV_CACHE_LAYOUT", asked), ("kv_cache_layout", getattr(cache, "kv_cache_layout", None))):
             if layout is not None and layout not in _HEAD_MAJOR:
@@ -296,6 +313,8 @@ def _model_faults(vllm_config: Any) -> Iterator[str]:
         yield f"{name}which has no full-attention layer; its layer_types are {', '.join(sorted(set(kinds)))}"
     if getattr(model, "rswa_window", None) is not None:
         yield f"{name}whose layers forget the middle of a text (R-SWA, window {model.rswa_window})"
+    if getattr(model, "is_mm_prefix_lm", False):
+        yield f"{name}in which the tokens of an image see each other both ways; OasisKV's attention is causal"
     if model.uses_alibi:
         yield f"{name}which has ALiBi: its attention needs the places of tokens, which lent blocks do not keep"
     cap = getattr(text, "attn_logit_softcapping", None)

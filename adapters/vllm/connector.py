@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 _HOST_SHARE = 2
 """Without arena_bytes, the arenas of all workers may take one part in so many of the machine's memory."""
 
+_REPORT_S = 1.0
+"""Between reports of a worker whose counters are on a GPU."""
+
 _DRAFT_FIRST, _DRAFT_LAST = 1, 256
 """What a draft model's layers keep of a request that was handed over: first device blocks, and last tokens."""
 
@@ -71,6 +75,11 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size: int = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._ledger: Ledger | None = None
         self.worker: Worker | None = None
+        self._next_report = 0.0
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._vllm_config.device_config.device_type != "cpu")
 
     def _layer_names(self) -> list[str]:
         """The layers of our group, in the order in which they run, without those of a draft model: these come after the model's
@@ -177,7 +186,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         layers = get_layers_from_vllm_config(self._vllm_config, Attention, names)
         caches = {name: kv_caches[name] for name in names}
         for name, cache in caches.items():
-            check_layout(name, cache)
+            check_layout(name, cache, self._block_size)
         check_layers({name: layers[name] for name in names})
         first = layers[names[0]]
 
@@ -185,10 +194,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             first.impl.do_kv_cache_update(first, keys, values, cache, mapping)
 
         reader = BlockReader(caches[names[0]], write, self._settings.core.block_size)
-        workers = self._vllm_config.parallel_config.tensor_parallel_size
-        core = self._settings.core
+        parallel = self._vllm_config.parallel_config
+        workers = parallel.tensor_parallel_size
+        core = self._settings.of_rank(parallel.data_parallel_index * workers + get_tensor_model_parallel_rank())
         if core.arena_bytes is None:
-            core = replace(core, arena_bytes=physical_bytes() // _HOST_SHARE // workers)
+            here = workers * max(1, parallel.data_parallel_size_local)
+            core = replace(core, arena_bytes=physical_bytes() // _HOST_SHARE // here)
         rotary = rotary_of_model(first.head_size)
         stream = self._residual_stream([layers[name] for name in names], rotary)
         self.worker = worker = Worker(core, caches, first.num_heads, reader, rotary, stream)
@@ -206,12 +217,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         return stream
 
     def get_handshake_metadata(self) -> Capacity | None:
-        """How much the host holds. The workers share what is below their arenas."""
+        """How much the host holds, of a store that the workers share their part."""
         if self.worker is None:
             return None
         blocks = self.worker.host_blocks
-        sharing = self._vllm_config.parallel_config.tensor_parallel_size if self.worker.manager.rooms.arena.tiered else 1
-        return Capacity(None if blocks is None else blocks // sharing)
+        users = self._vllm_config.parallel_config.tensor_parallel_size if self._settings.shares_tiers else 1
+        return Capacity(None if blocks is None else blocks // users)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first hook of a step: obey its message before anything is overwritten."""
@@ -231,7 +242,10 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.copy_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: blocks are freed only after the copies were acknowledged."""
+        """Copies need no waiting: blocks are freed only after they were acknowledged. But with several KV cache groups vLLM may
+        write into blocks of a GPU before it tells of the next step: by then nothing must be on its way into lent ones."""
+        if self.worker is not None and self._on_gpu and len(self._kv_cache_config.kv_cache_groups) > 1:
+            self.worker.manager.scheduler.drain()
 
     def build_connector_worker_meta(self) -> Acknowledgement | None:
         """What has arrived on the host since the last step."""
@@ -240,9 +254,14 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Metrics
 
-    def get_kv_connector_stats(self) -> OasisKVStats:
-        """What has happened since the last call, on this side."""
+    def get_kv_connector_stats(self) -> OasisKVStats | None:
+        """What has happened since the last call, on this side; of a GPU, which must be waited for, once a second."""
         if self.worker is not None:
+            now = monotonic()
+            if now < self._next_report:
+                return None
+            if self._on_gpu:
+                self._next_report = now + _REPORT_S
             return OasisKVStats.of(self.worker.report(), get_tensor_model_parallel_rank())
         return OasisKVStats.of(self._ledger.report() if self._ledger is not None else {})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import vllm.model_executor.layers.attention  # noqa: F401 - before the backends, which import it while it imports them
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -21,4 +23,8 @@ class _HeadMajorFlashAttention(FlashAttentionBackend):
         return "CUSTOM"
 
 
-OasisCUDABackend = backend_over(_HeadMajorFlashAttention)
+_Backend: Any = backend_over(_HeadMajorFlashAttention)
+
+
+class OasisCUDABackend(_Backend):
+    """vLLM's CUDA platform imports it by its qualified name."""

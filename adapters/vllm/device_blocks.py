@@ -22,12 +22,18 @@ def storage_of(cache: torch.Tensor) -> torch.Tensor:
     return everything.set_(cache.untyped_storage())
 
 
-def check_layout(name: str, cache: torch.Tensor) -> None:
-    """Raises `ConfigError` unless a cache is `(blocks, kv_heads, tokens, 2 * head_dim)` with every block of a layer in one
-    piece."""
+def check_layout(name: str, cache: torch.Tensor, block_size: int) -> None:
+    """Raises `ConfigError` unless a cache is `(blocks, kv_heads, block_size, 2 * head_dim)` with every block of a layer in one
+    piece, and nothing between them that is not a number of heads."""
     if cache.ndim == 4:
         _, _, tokens, content = cache.shape
-        if cache.stride()[1:] == (tokens * content, content, 1):
+        head = tokens * content
+        if tokens != block_size:
+            raise ConfigError(
+                f"the kernels of layer {name} want blocks of {tokens} tokens, and the scheduler's have {block_size}: "
+                f"--block-size {tokens}"
+            )
+        if cache.stride()[1:] == (head, content, 1) and cache.stride(0) % head == cache.storage_offset() % head == 0:
             return
     raise ConfigError(
         f"the KV cache of layer {name} has shape {tuple(cache.shape)} and strides {cache.stride()}; OasisKV needs blocks of "

@@ -35,6 +35,7 @@ class Row:
         computed: tokens before this step, all of them accepted.
         tokens: rows in this step, drafts included.
         drafts: how many of them, the last ones, may be rejected.
+        prompt: whether they are read, not decoded: a prompt's, or computed once more.
         tail: device blocks from the one of the first row to the last one that the request holds; no other request has them.
         freed: device blocks `freed[0] <= number < freed[1]` of the request are not there any more.
         lent: device blocks that OasisKV may use for the request until it is told otherwise; empty while vLLM attends.
@@ -46,6 +47,7 @@ class Row:
     computed: int
     tokens: int
     drafts: int
+    prompt: bool
     tail: list[int]
     freed: tuple[int, int] = (0, 0)
     lent: list[int] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from oasiskv import OasisConfig
@@ -13,12 +13,18 @@ from oasiskv.errors import ConfigError
 CONNECTOR = "OasisKV"
 """The name under which vLLM knows the connector."""
 
+RANK = "{rank}"
+"""In the location of a tier: the number of the worker, counted over all data-parallel engines."""
+
 _WHERE = "kv_connector_extra_config"
 
 _LARGEST_DEFAULT_BLOCK = 16
 
 _CPU_PREDICTOR = "lookahead"
 """Without a `predictor`, on a CPU: hints cost a quarter of a step there, and there is no transfer to hide."""
+
+_TIER_PATIENCE_S = 240.0
+"""Without a `tier_patience_s`: an error would end the engine and all its requests. vLLM gives its workers up after 300 s."""
 
 _HOSTS = {
     "pool_bytes": "vLLM's own KV blocks are the pool, and --gpu-memory-utilization sets their memory; leave it out",
@@ -86,6 +92,7 @@ class AdapterConfig:
             values["block_size"] = _default_block_size(host_block_size)
         if device_type == "cpu":
             values.setdefault("predictor", _CPU_PREDICTOR)
+        values.setdefault("tier_patience_s", _TIER_PATIENCE_S)
         try:
             core = OasisConfig(**values)
         except ConfigError as error:
@@ -104,6 +111,16 @@ class AdapterConfig:
             return None
         extra, size = transfer.kv_connector_extra_config or {}, vllm_config.cache_config.block_size
         return cls.from_extra(extra, size, vllm_config.device_config.device_type)
+
+    @property
+    def shares_tiers(self) -> bool:
+        """Whether workers use one tier store together: the locations do not differ from worker to worker."""
+        return any(RANK not in location for location in self.core.tiers)
+
+    def of_rank(self, rank: int) -> OasisConfig:
+        """The settings of one worker's manager: `{rank}` in the locations of tiers is its number."""
+        tiers = [location.replace(RANK, str(rank)) for location in self.core.tiers]
+        return replace(self.core, tier=tiers or None)
 
     def budget_host_blocks(self, host_block_size: int) -> int:
         """Blocks of vLLM that hold the working set of a request."""

@@ -15,7 +15,7 @@ from oasiskv.errors import IntegrityError
 from oasiskv.lent_pool import LentPool
 from oasiskv.sequence import Sequence
 from oasiskv.step import Step
-from oasiskv.types import MAX_STEP_ROWS, ModelShape, Rotary
+from oasiskv.types import ModelShape, Rotary
 
 from .batch_rows import Rows, rows_of
 from .device_blocks import BlockReader, storage_of
@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         step: of the requests that OasisKV attends to, if there are any.
         ours: their tokens in the batch.
-        hinted: whether they are few enough for hints: prompts are not.
+        hinted: whether all of them decode, so that hints help.
         num_tokens: in the batch, the last one at `last_position`.
         dense: numbers of the requests that vLLM attends to.
         watched: sequences that are recorded while vLLM attends.
@@ -229,7 +229,7 @@ class Worker:
         if handed:
             self._open_step([row for row, _ in handed])
             plan.step = self._step
-            plan.hinted = all(row.tokens <= MAX_STEP_ROWS for row, _ in handed)
+            plan.hinted = not any(row.prompt for row, _ in handed)
             plan.ours = rows_of([(start, row.tokens) for row, start in handed], tables.device)
         return plan
 
@@ -250,7 +250,9 @@ class Worker:
     @torch.no_grad()
     def _open_step(self, rows: list[Row]) -> None:
         sequences = [self._sequences[row.key] for row in rows]
-        self._step = self.manager.begin_step(sequences, [row.tokens for row in rows], [row.drafts for row in rows])
+        self._step = self.manager.begin_step(
+            sequences, [row.tokens for row in rows], [row.drafts for row in rows], [row.prompt for row in rows]
+        )
         self._step_keys = [row.key for row in rows]
 
     def watch(self, number: int, plan: Plan, queries: torch.Tensor, scale: float) -> None:
@@ -360,4 +362,4 @@ def _pool(shape: ModelShape, block_size: int, caches: list[torch.Tensor]) -> Len
     slots = everything[: everything.numel() // slot * slot].view(-1, 2, block_size, shape.head_dim)
     first = caches[0]
     offsets = [cache.storage_offset() // slot for cache in caches]
-    return LentPool(shape, block_size, slots, offsets, first.stride(0) // slot, first.shape[2])
+    return LentPool(shape, block_size, slots, offsets, first.shape[0], first.stride(0) // slot, first.shape[2])

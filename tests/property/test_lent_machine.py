@@ -252,7 +252,8 @@ class LentMachine(RuleBasedStateMachine):
         sequence, drafts = self.some(number, lent=True), min(drafts, tokens - 1)
         if sequence.length + tokens > MOST_TOKENS:
             return
-        piece = Part(sequence, tokens, drafts, min(tokens, max(accepted, tokens - drafts)), self.engine.draw(tokens))
+        accepted = min(tokens, max(accepted, tokens - drafts))
+        piece = Part(sequence, tokens, drafts, accepted, self.engine.draw(tokens), prompt=True)
         self.run(piece, *(part for part in self.plan(beside) if part.sequence is not sequence))
 
     @precondition(lambda self: self.count(lent=True))

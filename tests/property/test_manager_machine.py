@@ -90,11 +90,11 @@ class ManagerMachine(RuleBasedStateMachine):
             self.run(Part(sequence, tokens))
 
     @precondition(lambda self: self.manager.sequences)
-    @rule(number=who, tokens=st.integers(17, 60), drafts=st.integers(0, 59), accepted=st.integers(1, 60))
+    @rule(number=who, tokens=st.integers(1, 60), drafts=st.integers(0, 59), accepted=st.integers(1, 60))
     def prefill_with_drafts(self, number, tokens, drafts, accepted):
         sequence, drafts = self.one(number), min(drafts, tokens - 1)
         if sequence.length + tokens <= MOST_TOKENS:
-            self.run(Part(sequence, tokens, drafts, min(tokens, max(accepted, tokens - drafts))))
+            self.run(Part(sequence, tokens, drafts, min(tokens, max(accepted, tokens - drafts)), prompt=True))
 
     @precondition(lambda self: self.manager.sequences)
     @rule(number=who, steps=st.sampled_from([1, 2, 4, 8]))

@@ -55,6 +55,7 @@ class Part:
     drafts: int = 0
     accepted: int | None = None
     rows: Rows | None = None
+    prompt: bool = False
 
     @property
     def kept(self):
@@ -93,7 +94,8 @@ class Driver:
         for part in parts:
             part.rows = part.rows or self.draw(part.tokens)
         drafts = [part.drafts for part in parts] if any(part.drafts for part in parts) else None
-        return self.manager.begin_step([part.sequence for part in parts], [part.tokens for part in parts], drafts)
+        prompt = [part.prompt for part in parts] if any(part.prompt for part in parts) else None
+        return self.manager.begin_step([part.sequence for part in parts], [part.tokens for part in parts], drafts, prompt)
 
     def attend(self, step, layer, *parts):
         return step.attend(layer, *(torch.cat([part.rows[kind][layer] for part in parts]) for kind in range(3)))

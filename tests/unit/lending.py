@@ -15,7 +15,8 @@ def host_pool(blocks=30, parts=1, gap=1, size=4, shape=SHAPE):
     per_block = shape.kv_heads * parts
     stride = blocks * per_block + gap
     slots = torch.full((shape.num_layers * stride, 2, size, shape.head_dim), float("nan"), dtype=shape.dtype)
-    return LentPool(shape, size, slots, [layer * stride for layer in range(shape.num_layers)], per_block, parts * size)
+    first = [layer * stride for layer in range(shape.num_layers)]
+    return LentPool(shape, size, slots, first, blocks, per_block, parts * size)
 
 
 class Host(Driver):

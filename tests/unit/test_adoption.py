@@ -170,8 +170,8 @@ def test_more_prompt_attends_exactly_and_decoding_goes_on(summary):
     host = Host(summary=summary)
     with host.manager:
         sequence = host.started(71)
-        for tokens in (7, 2, 30):
-            part = Part(sequence, tokens, rows=host.draw(tokens))
+        for tokens in (7, 2, 30, 1):
+            part = Part(sequence, tokens, rows=host.draw(tokens), prompt=tokens == 1)
             expected = host.full(sequence, part.rows)
             close_to(host.run(part)[0], expected)
             assert sequence.phase is Phase.UNSETTLED
@@ -226,6 +226,15 @@ def test_a_branch_goes_its_own_way(summary):
         for length in (63, 80, -4):
             with pytest.raises(InputError, match="a branch takes whole blocks of 4"):
                 host.manager.branch(child, length)
+
+
+def test_a_branch_takes_along_what_the_predictor_has_learnt(monkeypatch):
+    host, copied = Host(), []
+    with host.manager:
+        sequence = host.started(71)
+        monkeypatch.setattr(host.manager.rooms.predictor, "copy_row", lambda source, target: copied.append((source, target)))
+        child = host.branch(sequence, 64)
+        assert copied == [(sequence.row, child.row)]
 
 
 def test_crop(summary):
@@ -299,6 +308,11 @@ def test_what_is_lent_must_fit():
             lend(sequence, [*strips[:9], 30])
         with pytest.raises(InputError, match="each must be another one"):
             lend(sequence, [*strips[:9], 0])
+        other, _ = host.begun(20)
+        host.manager.lend(other, list(range(9, 19)))
+        with pytest.raises(InputError, match=r"strips \[9\] are lent to a sequence already"):
+            lend(sequence, strips)
+        host.free(other)
         for content, tokens in ((tail, 0), (tail, 4), (None, 2), (tail, -1)):
             with pytest.raises(InputError, match=f"tail_tokens is {tokens}"):
                 lend(sequence, strips, content, tokens)

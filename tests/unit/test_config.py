@@ -32,6 +32,10 @@ TINY = {"budget_tokens": 40, "block_size": 4, "sink_tokens": 4, "window_tokens":
         ("pool_bytes", 0, "at least 1"),
         ("arena_bytes", -5, "at least 1"),
         ("dense_threshold", 0, "at least 1"),
+        ("tier_patience_s", -0.1, "at least 0"),
+        ("tier_patience_s", float("inf"), "at least 0"),
+        ("tier_patience_s", None, "at least 0"),
+        ("tier_patience_s", True, "at least 0"),
         ("swap_margin", -0.1, "at least 0"),
         ("swap_margin", float("inf"), "at least 0"),
         ("swap_margin", True, "at least 0"),
@@ -62,6 +66,13 @@ def test_a_budget_between_blocks_names_both_neighbours_and_they_work():
         OasisConfig(**{**TINY, "budget_tokens": 42})
     for budget in (40, 44):
         assert OasisConfig(**{**TINY, "budget_tokens": budget}).budget_tokens == budget
+
+
+@pytest.mark.parametrize("budget", [1, 3, 10, 30])
+def test_no_budget_is_proposed_that_is_too_small(budget):
+    with pytest.raises(ConfigError, match=f"budget_tokens is {budget}, not a multiple of block_size 4; use 32$"):
+        OasisConfig(**{**TINY, "budget_tokens": budget})
+    assert OasisConfig(**{**TINY, "budget_tokens": 32}).selected_blocks == 1
 
 
 @pytest.mark.parametrize("changes", [{"budget_tokens": 28}, {"sink_tokens": 40}, {"window_tokens": 39}])

@@ -90,12 +90,12 @@ def test_a_prompt_in_chunks_gets_full_attention(driver, chunk, length):
         driver.check()
 
 
-@pytest.mark.parametrize("tokens", [2, 21])
-def test_more_prompt_of_a_sparse_sequence_gets_full_attention(driver, tokens):
+@pytest.mark.parametrize(("tokens", "drafts", "prompt"), [(2, 0, False), (21, 0, False), (1, 0, True), (4, 3, True)])
+def test_more_prompt_of_a_sparse_sequence_gets_full_attention(driver, tokens, drafts, prompt):
     sequence = driver.create(50)
     driver.decode(sequence)
     assert sequence.phase is Phase.SPARSE
-    part = Part(sequence, tokens, rows=driver.draw(tokens))
+    part = Part(sequence, tokens, drafts, tokens - drafts, driver.draw(tokens), prompt)
     expected = driver.full(sequence, part.rows)
     close_to(driver.run(part)[0], expected)
     driver.check()

@@ -20,11 +20,14 @@ def open_step(driver, sequence, tokens=1, drafts=0):
     return driver.begin(part), part
 
 
-@pytest.mark.parametrize(("tokens", "drafts"), [([], None), ([1, 1], None), ([1], [0, 0]), ([1], [])])
-def test_lists_of_different_lengths(driver, tokens, drafts):
+@pytest.mark.parametrize(
+    ("tokens", "drafts", "prompt"),
+    [([], None, None), ([1, 1], None, None), ([1], [0, 0], None), ([1], [], None), ([1], [0], []), ([1], None, [True, True])],
+)
+def test_lists_of_different_lengths(driver, tokens, drafts, prompt):
     sequence = driver.create(5)
-    with pytest.raises(InputError, match="one num_tokens and one num_drafts per sequence: got 1 sequences"):
-        driver.manager.begin_step([sequence], tokens, drafts)
+    with pytest.raises(InputError, match="one num_tokens, one num_drafts and one prompt per sequence: got 1 sequences"):
+        driver.manager.begin_step([sequence], tokens, drafts, prompt)
 
 
 def test_a_step_without_sequences(driver):

@@ -1,5 +1,7 @@
 """Whatever call of the store fails, and however: a sound manager, the right KV or a typed error, and nothing left behind."""
 
+import dataclasses
+import logging
 import os
 import resource
 import signal
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from oasiskv import KVManager, Phase, segment_writer, tiered_arena
-from oasiskv.errors import ArenaExhausted, CapacityError, StateError, TierError, TierUnavailable
+from oasiskv.errors import ArenaExhausted, CapacityError, OasisError, StateError, TierError, TierUnavailable
 from oasiskv.slot_table import SlotState
 from oasiskv.testing.faults import Fault, FaultKind, FaultPlan
 from oasiskv.testing.faulty import FaultyStore
@@ -21,6 +23,7 @@ from oasiskv.tiers.file import FileStore
 from oasiskv.tiers.memory import MemoryStore
 
 from .driver import PAGE_BYTES, SHAPE, Driver, Part, Rows, close_to, tiny
+from .moody import Moody
 
 CONFIG = tiny(arena_bytes=24 * PAGE_BYTES, segment_blocks=4, correction_blocks=1, workers=1)
 LAYOUT = SegmentLayout.of(SHAPE, CONFIG)
@@ -221,6 +224,90 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+PATIENT = dataclasses.replace(CONFIG, tier_patience_s=20.0)
+
+
+def stored_prompt(store, config=PATIENT):
+    """A prompt that is stored, a fifth of it in the store alone, and a store that fails from now on."""
+    driver = Driver(KVManager(SHAPE, config, tier=store))
+    sequence = driver.create(4 * 30, chunk=40)
+    driver.manager.flush()
+    driver.decode(sequence)
+    store.error = TierUnavailable("down")
+    return driver, sequence
+
+
+def fill(driver, sequence):
+    """Decode more than the arena holds."""
+    for _ in range(30):
+        driver.decode(sequence, 4, 3, 4)
+
+
+def mend_after(store, seconds):
+    def mend():
+        store.error = None
+
+    timer = threading.Timer(seconds, mend)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("what", ["no room in the arena", "all blocks of a sequence"])
+def test_an_outage_is_waited_for(what, caplog):
+    store = Moody(LAYOUT)
+    driver, sequence = stored_prompt(store)
+    with driver.manager, caplog.at_level(logging.WARNING, "oasiskv"):
+        timer = mend_after(store, 0.5)
+        begin = time.monotonic()
+        if what == "no room in the arena":
+            fill(driver, sequence)
+        else:
+            part = Part(sequence, 9, rows=driver.draw(9))
+            expected = driver.full(sequence, part.rows)
+            close_to(driver.run(part)[0], expected)
+        assert time.monotonic() - begin > 0.4
+        timer.join()
+        waits = [record for record in caplog.records if getattr(record, "event", None) == "tier-wait"]
+        assert waits
+        assert waits[0].values["patience_s"] == 20
+        driver.manager.flush()
+        driver.check()
+
+
+@pytest.mark.parametrize(("what", "error"), [("room", ArenaExhausted), ("all", TierUnavailable)])
+def test_patience_ends(what, error):
+    store = Moody(LAYOUT)
+    driver, sequence = stored_prompt(store, dataclasses.replace(CONFIG, tier_patience_s=0.3))
+    with driver.manager:
+        begin = time.monotonic()
+        with pytest.raises(error):
+            fill(driver, sequence) if what == "room" else driver.manager.full_kv(sequence, 0)
+        assert 0.3 <= time.monotonic() - begin < 5
+        store.error = None
+
+
+def test_closing_ends_all_waiting():
+    store = Moody(LAYOUT)
+    driver, sequence = stored_prompt(store)
+    failed = []
+
+    def read():
+        try:
+            driver.manager.full_kv(sequence, 0)
+        except OasisError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    time.sleep(0.2)
+    begin = time.monotonic()
+    driver.manager.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert time.monotonic() - begin < 5
+    assert failed
 
 
 def test_what_cannot_be_deleted_still_counts():

@@ -69,11 +69,29 @@ def test_a_backend_that_loses_something_is_refused():
 
 
 def test_blocks_must_be_in_one_piece():
-    check_layout("layer", torch.zeros((3, HEADS, TOKENS, 128)))
+    check_layout("layer", torch.zeros((3, HEADS, TOKENS, 128)), TOKENS)
     with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=LBHNC"):
-        check_layout("layer", torch.zeros((3, TOKENS, HEADS, 128)).transpose(1, 2))
+        check_layout("layer", torch.zeros((3, TOKENS, HEADS, 128)).transpose(1, 2), TOKENS)
     with pytest.raises(ConfigError, match="layer"):
-        check_layout("layer", torch.zeros((3, TOKENS)))
+        check_layout("layer", torch.zeros((3, TOKENS)), TOKENS)
+
+
+def test_blocks_must_be_those_of_the_scheduler():
+    with pytest.raises(ConfigError, match="want blocks of 32 tokens, and the scheduler's have 64: --block-size 32"):
+        check_layout("layer", torch.zeros((3, HEADS, TOKENS, 128)), 64)
+
+
+@pytest.mark.parametrize(("gap", "offset", "fits"), [(0, 0, True), (1, 3, True), (0.5, 0, False), (0, 0.5, False)])
+def test_blocks_must_be_whole_heads_apart(gap, offset, fits):
+    """Otherwise a slot would begin in the middle of another one."""
+    head = TOKENS * 128
+    memory = torch.zeros(20 * head)
+    cache = memory.as_strided((3, HEADS, TOKENS, 128), (int((HEADS + gap) * head), head, 128, 1), int(offset * head))
+    if fits:
+        check_layout("layer", cache, TOKENS)
+    else:
+        with pytest.raises(ConfigError, match="in one piece"):
+            check_layout("layer", cache, TOKENS)
 
 
 def test_the_storage_is_all_of_it():

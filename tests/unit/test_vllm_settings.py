@@ -43,6 +43,9 @@ class Unregistered(enum.Enum):
         raise ValueError("must be registered before use")
 
 
+FULL = SimpleNamespace(name="FULL", has_full_cudagraphs=lambda: True)
+
+
 def transfer(extra=None, connector="OasisKV", role="kv_both"):
     return SimpleNamespace(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra or {})
 
@@ -112,6 +115,7 @@ def test_every_setting_of_the_core_passes_through():
         "workers": 0,
         "arena_bytes": 1 << 30,
         "tier": ["memory:", "file:/tmp/y"],
+        "tier_patience_s": 3,
         "segment_blocks": 4,
         "poison_freed": True,
         "handover_tokens": 999,
@@ -142,7 +146,7 @@ def test_the_default_predictor_is_that_of_the_device(device, given, predictor):
 
 def test_the_defaults():
     config = AdapterConfig.from_extra({}, 32)
-    assert config.core == OasisConfig()
+    assert config.core == OasisConfig(tier_patience_s=240)  # vLLM waits 300 seconds for a worker
     assert config.handover_tokens == 2 * config.core.budget_tokens
 
 
@@ -236,12 +240,22 @@ def test_an_engine_without_oasiskv_is_let_alone():
             {"speculative_config": SimpleNamespace(method="eagle"), "scheduler__async_scheduling": True},
             "async_scheduling is True together with speculative_config .method eagle.*--no-async-scheduling",
         ),
+        (
+            "cpu",
+            {"kv_transfer_config": transfer({"tier": ["memory:", "file:/var/kv/?limit=1GiB"]})},
+            r"'file:/var/kv/\?limit=1GiB', and there are 4 workers.*: file:/var/kv/\{rank\}\?limit=1GiB",
+        ),
         ("cpu", {"cache__block_size": 16}, "block_size of vLLM is 16; on a CPU.*--block-size 32"),
         ("cpu", {"kv_transfer_config": transfer({"block_size": 12, "budget_tokens": 960})}, "is 32, not a multiple of.* 12"),
         ("cpu", {"cache__cache_dtype": "fp8_e4m3"}, "cache_dtype is fp8_e4m3.*--kv-cache-dtype auto"),
         ("cuda", {"cache__cache_dtype": "bfloat16"}, "cache_dtype is bfloat16"),
         ("cpu", {"cache__kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill is True"),
         ("cuda", {"cache__kv_cache_layout": "LBNHC"}, "kv_cache_layout is LBNHC.*VLLM_KV_CACHE_LAYOUT=LBHNC"),
+        (
+            "cuda",
+            {"compilation_config": SimpleNamespace(cudagraph_mode=FULL)},
+            "cudagraph_mode is FULL.*PIECEWISE",
+        ),
         ("cuda", {"attention__backend": None}, "backend is None.*--attention-backend CUSTOM"),
         ("cuda", {"attention__backend": Backend.FLASH_ATTN}, "backend is FLASH_ATTN.*--attention-backend CUSTOM"),
         ("cuda", {"attention__backend": Foreign.CUSTOM}, "another plug-in.*VLLM_PLUGINS"),
@@ -251,6 +265,19 @@ def test_an_engine_without_oasiskv_is_let_alone():
 def test_settings_that_do_not_fit(device, changes, message):
     with pytest.raises(ConfigError, match=message):
         check(engine(device, **changes))
+
+
+def test_every_worker_has_a_tier_of_its_own():
+    tiers = ["memory:", "file:/var/kv/{rank}?limit=1GiB"]
+    check(engine(kv_transfer_config=transfer({"tier": tiers})))
+    check(engine(kv_transfer_config=transfer({"tier": "file:/var/kv"}), parallel__tensor_parallel_size=1))
+    settings = AdapterConfig.from_extra({"tier": tiers}, 32)
+    assert settings.of_rank(3).tiers == ("memory:", "file:/var/kv/3?limit=1GiB")
+    assert settings.shares_tiers  # as far as it knows
+    assert not AdapterConfig.from_extra({"tier": tiers[1]}, 32).shares_tiers
+    alone = AdapterConfig.from_extra({}, 32)
+    assert not alone.shares_tiers
+    assert alone.of_rank(1) == alone.core
 
 
 @pytest.mark.parametrize(("layout", "fits"), [("NHD", False), ("HND", True), ("LBHNC", True), ("BLHNC", False)])
@@ -292,6 +319,7 @@ def test_inside_a_multi_connector():
         ({"text__layer_types": ["sliding_attention"] * 2}, "layer_types are sliding_attention"),
         ({"model__rswa_window": 128}, "window 128"),
         ({"model__uses_alibi": True}, "ALiBi"),
+        ({"model__is_mm_prefix_lm": True}, "image see each other both ways"),
         ({"text__attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ({"text__model_type": "gpt_oss"}, "sinks"),
         ({"text__add_full_attention_sink_bias": True}, "sinks"),

@@ -1,10 +1,15 @@
 """Where a handed-over request attends to everything, its tokens are those of the stock engine."""
 
+import logging
 import random
+import time
 
 import pytest
 import torch
 from transformers import AutoTokenizer
+
+from oasiskv.errors import TierUnavailable
+from oasiskv.tiers.file import FileStore
 
 from .inside import EVERYTHING, Driver, assert_all_given_back, greedy, ledger, scheduler, worker
 
@@ -96,6 +101,16 @@ def test_a_prefix_from_the_host(ours, prompts, conversation, expected):
     worker().manager.check_integrity()
 
 
+def test_the_last_token_of_a_prompt_is_read_though_it_is_alone(ours, tokens):
+    """It could be taken for one that decodes, over the working set."""
+    prompt = tokens[40 : 40 + 12 * 32 + 1]
+    expected = greedy(ours, [prompt])
+    scheduler(ours).kv_cache_manager.reset_prefix_cache()  # the device has forgotten it
+    before = worker().manager.stats().prefilled_tokens
+    assert greedy(ours, [prompt]) == expected
+    assert worker().manager.stats().prefilled_tokens == before + 1
+
+
 def test_a_preempted_request_resumes_from_the_host(ours, prompts, expected):
     scheduler(ours).kv_cache_manager.reset_prefix_cache()
     ledger(ours).forget()
@@ -165,6 +180,25 @@ def test_a_tier_below_the_arena_lets_more_requests_in(engine, prompts, expected,
     assert greedy(ours, prompts) == expected[0]
     assert ledger(ours).counts["handovers"] == 8
     assert worker().manager.stats().tier_bytes > 60 * 1024**2
+    assert_all_given_back(ours)
+
+
+def test_a_tier_that_is_down_is_waited_for(engine, prompts, expected, tmp_path, monkeypatch, caplog):
+    """The arena holds one of these requests and is full after seconds; an error would end the engine."""
+    store, begun = FileStore.store, []
+
+    async def down_at_first(self, objects):
+        begun.append(time.monotonic())
+        if begun[-1] - begun[0] < 10:
+            raise TierUnavailable("down")
+        await store(self, objects)
+
+    monkeypatch.setattr(FileStore, "store", down_at_first)
+    ours = engine({**EVERYTHING, "arena_bytes": 25 * 1024**2, "tier": f"file:{tmp_path}", "segment_blocks": 4}, **CHUNKS)
+    with caplog.at_level(logging.WARNING, "oasiskv"):
+        assert greedy(ours, prompts) == expected[0]
+    assert any(getattr(record, "event", None) == "tier-wait" for record in caplog.records)
+    assert ledger(ours).counts["handovers"] == 8
     assert_all_given_back(ours)
 
 

@@ -81,6 +81,24 @@ def test_a_short_rest_needs_less_than_parts_of_a_prompt():
     assert ledger.external_tokens(back, 0) == 30 * SIZE  # 6 for the rest and 20 lent
 
 
+@pytest.mark.parametrize(
+    ("computed", "tokens", "drafts", "prompt"),
+    [
+        (0, 500, 0, True),
+        (999, 1, 0, True),  # the last token of the prompt
+        (1000, 1, 0, False),
+        (1000, 5, 4, False),
+        (1000, 20, 0, True),  # computed once more
+    ],
+)
+def test_workers_are_told_what_is_prompt(computed, tokens, drafts, prompt):
+    ledger = books(None)
+    ledger.add(request(1000, computed=computed))
+    scheduled = SimpleNamespace(num_scheduled_tokens={"a": tokens}, scheduled_spec_decode_tokens={"a": [7] * drafts})
+    row = ledger.message(scheduled, lambda _: list(range(1, 40))).rows["a"]
+    assert (row.computed, row.tokens, row.drafts, row.prompt) == (computed, tokens, drafts, prompt)
+
+
 def test_without_word_from_the_workers_nothing_is_recorded():
     ledger = Ledger(**BOOKS, device_blocks=60)
     long = request(1000)
