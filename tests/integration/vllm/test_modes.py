@@ -1,6 +1,7 @@
 """Ways to run vLLM that the other tests leave out, with a small Llama of random weights: two ranks, graphs, bfloat16."""
 
 import random
+import statistics
 
 import pytest
 import torch
@@ -75,23 +76,36 @@ def test_a_compiled_model(engine, settings, prompts, expected):
     assert_all_given_back(ours)
 
 
-def test_bfloat16(engine, settings, prompts):
-    """Sums are rounded in another order, so where the likeliest tokens are nearly alike another one may win."""
+def test_bfloat16_is_as_far_from_float32_as_that_of_stock(engine, settings):
+    """Sums are rounded in another order than stock ones, no worse."""
+    chance = random.Random(4)
+    prompts = [[chance.randrange(3, 1024) for _ in range(260)] for _ in range(16)]
+    exact = likeliest(engine(**settings), prompts)
     half = {**settings, "dtype": "bfloat16"}
     stock = likeliest(engine(**half), prompts)
-    engine_of_ours = engine(EVERYTHING, **half)
-    ours = likeliest(engine_of_ours, prompts)
-    assert ledger(engine_of_ours).counts["handovers"] == 3
-    compared = 0
-    for theirs, mine in zip(stock, ours, strict=True):
-        for place, own in zip(theirs, mine, strict=True):
-            best, chosen = max(place, key=place.get), max(own, key=own.get)
-            assert place.get(chosen, -100) == pytest.approx(place[best], abs=0.1)
-            assert own[chosen] == pytest.approx(place[chosen], abs=0.1)
-            compared += 1
-            if chosen != best:
-                break
-    assert compared > 48
+    rounded = engine(EVERYTHING, **half)
+    ours = likeliest(rounded, prompts)
+    assert ledger(rounded).counts["handovers"] == 16
+    assert worker().manager.shape.dtype == torch.bfloat16
+    theirs, own = errors(stock, exact), errors(ours, exact)
+    assert min(len(theirs), len(own)) > 48
+    assert statistics.mean(own) < 1.25 * statistics.mean(theirs)
+
+
+def errors(found, exact):
+    """How far log probabilities are from the exact ones, at all places until other tokens win."""
+    return [
+        max(abs(place[token] - true[token]) for token in place if token in true)
+        for request, whole in zip(found, exact, strict=True)
+        for place, true in agreeing(request, whole)
+    ]
+
+
+def agreeing(found, exact):
+    for place, true in zip(found, exact, strict=True):
+        yield place, true
+        if max(place, key=place.get) != max(true, key=true.get):
+            return
 
 
 def likeliest(engine, prompts):
