@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken by the other workers
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
