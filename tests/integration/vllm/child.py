@@ -25,7 +25,12 @@ def in_a_process(prompts, tokens, *, oasis, multiprocessing, **settings):
     """The token ids that follow each prompt, and vLLM's metrics, from an engine with these settings of OasisKV."""
     transfer = {"kv_connector": "OasisKV", "kv_role": "kv_both", "kv_connector_extra_config": oasis}
     job = {"settings": {**SETTINGS, "kv_transfer_config": transfer, **settings}, "prompts": prompts, "tokens": tokens}
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0"}
+    threads = int(os.environ["OMP_NUM_THREADS"]) // settings.get("tensor_parallel_size", 1)
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
+        "OMP_NUM_THREADS": str(max(1, threads)),  # of each rank
+    }
     done = subprocess.run(
         [sys.executable, __file__], input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=400
     )
