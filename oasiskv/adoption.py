@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,11 +103,10 @@ class Adoption:
 def _allocate(manager: KVManager, count: int) -> list[int]:
     """Pages for blocks. A host may adopt for long and begin no step: then what the last steps have used makes room, too."""
     arena, device = manager.rooms.arena, manager.shape.device
-    try:
+    if not arena.tiered or manager.open_step is not None:
         return arena.allocate(count)
-    except ArenaExhausted:
-        if not arena.tiered or manager.open_step is not None:
-            raise
+    with suppress(ArenaExhausted), arena.impatient():
+        return arena.allocate(count)
     manager.drain()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -204,6 +205,10 @@ class Arena:
     def faults(self) -> list[str]:
         """What of the tables does not agree."""
         return []
+
+    def impatient(self) -> AbstractContextManager[None]:
+        """Within it, calls of this thread do not wait for a store that is down."""
+        return nullcontext()
 
     def give_up(self) -> None:
         """The manager is about to close: whoever waits for a store that is down waits no longer."""

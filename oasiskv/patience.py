@@ -1,9 +1,11 @@
-"""How long a call that cannot do without the tier store waits while the store is down."""
+"""How long calls that cannot do without the tier store wait while it is down."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from .log import event
@@ -16,40 +18,47 @@ _TELL_S = 10.0
 
 
 class Patience:
-    """Of one arena.
+    """Of one arena. Each outage has the whole of it, however many calls wait in turn.
 
     Args:
-        seconds: that a call waits at most, from its first failure on.
+        seconds: from the first failure that a call of an outage waits for.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.given_up = threading.Event()
-
-    def give_up(self) -> None:
-        """Calls that wait now fail, and no later one waits."""
-        self.given_up.set()
-
-
-class Outage:
-    """What one call has waited so far."""
-
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
         self._begun: float | None = None
         self._told = 0.0
+        self._given_up = threading.Event()
+        self._here = threading.local()
 
     def wait(self, error: Exception | None) -> bool:
-        """The store has failed the call: pause. Returns whether to try again."""
+        """The store has failed a call: pause. Returns whether to try again."""
+        if getattr(self._here, "suspended", False):
+            return False
         now = monotonic()
         if self._begun is None:
             self._begun, self._told = now, now - _TELL_S
-        left = self._begun + self._patience.seconds - now
-        if left <= 0:
+        waited = now - self._begun
+        if waited >= self.seconds:
             return False
         if now - self._told >= _TELL_S:
             self._told = now
-            event(
-                logging.WARNING, "tier-wait", waited_s=round(now - self._begun), patience_s=self._patience.seconds, error=error
-            )
-        return not self._patience.given_up.wait(min(_PAUSE_S, left))
+            event(logging.WARNING, "tier-wait", waited_s=round(waited), patience_s=self.seconds, error=error)
+        return not self._given_up.wait(min(_PAUSE_S, self.seconds - waited))
+
+    def worked(self) -> None:
+        """The store has answered: the outage is over."""
+        self._begun = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No call of this thread waits: there is something else to do if the store fails."""
+        self._here.suspended = True
+        try:
+            yield
+        finally:
+            self._here.suspended = False
+
+    def give_up(self) -> None:
+        """Calls that wait now fail, and no later one waits."""
+        self._given_up.set()

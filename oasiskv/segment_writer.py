@@ -88,6 +88,7 @@ class SegmentWriter:
         self._queue: deque[Segment] = deque()
         self._change = threading.Condition()
         self._stored_bytes = 0
+        self._successes = 0
         self._closed = False
         self._error: OasisError | None = None
         self._thread = threading.Thread(target=self._run, name="oasiskv-write-behind", daemon=True)
@@ -102,6 +103,12 @@ class SegmentWriter:
     def error(self) -> OasisError | None:
         """Why the last attempt failed; `None` if it did not."""
         return self._error
+
+    @property
+    def progress(self) -> tuple[int, OasisError | None]:
+        """Attempts that have succeeded so far, and why the last one failed, at one moment."""
+        with self._change:
+            return self._successes, self._error
 
     @property
     def stored_bytes(self) -> int:
@@ -169,6 +176,7 @@ class SegmentWriter:
                 continue
             with self._change:
                 self._error = None
+                self._successes += 1
                 if self._queue and self._queue[0] is segment:
                     self._queue.popleft()
                 self._change.notify_all()

@@ -99,7 +99,8 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     for sequence in manager.sequences:
         if sequence.phase is Phase.SPARSE:
             try:
-                _summarise(manager, sequence)
+                with manager.rooms.arena.impatient():
+                    _summarise(manager, sequence)
             except TierError:
                 unsettle(manager, sequence)  # the step that uses it next tries again, and says what is lost
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from .config import OasisConfig
 from .errors import ArenaExhausted, ConfigError, SegmentLost, StateError, TierUnavailable
 from .fetching import Fetcher
 from .host_memory import bytes_of, physical_bytes, returned_memory
-from .patience import Outage, Patience
+from .patience import Patience
 from .segment_writer import Segment, SegmentWriter
 from .slot_table import SlotTable
 from .tiers.abc import TierStore
@@ -104,15 +105,16 @@ class TieredArena(Arena):
         with self._lock:
             pages = [self._take() for _ in range(count)]
             self._table.grow(self._high_water)
-        outage, possible = Outage(self._patience), needed <= self._table.num_slots
         try:
-            while not self._assign(pages, needed):
-                if possible and self._writer.wait(1.0):
-                    continue
+            while True:
+                before, _ = self._writer.progress
                 if self._assign(pages, needed):
-                    break  # the last segment was stored between the two
-                error = self._writer.error
-                if possible and isinstance(error, TierUnavailable) and outage.wait(error):
+                    break
+                if needed > self._table.num_slots:
+                    raise ArenaExhausted(self._why_exhausted(needed))
+                going_on = self._writer.wait(1.0)
+                after, error = self._writer.progress
+                if going_on or after > before or (isinstance(error, TierUnavailable) and self._patience.wait(error)):
                     continue
                 raise ArenaExhausted(self._why_exhausted(needed))
         except BaseException:
@@ -261,6 +263,7 @@ class TieredArena(Arena):
         try:
             self._memory.pin(self._table.touched)
             self._fetcher.fetch(layer, owners, views, _READ_TIMEOUT_S, good)
+            self._patience.worked()
         except TierUnavailable:
             # Attention goes on without these blocks; the lane tells of the outage.
             with self._lock:
@@ -293,12 +296,11 @@ class TieredArena(Arena):
     def _gather(self, layer: int, owners: np.ndarray) -> torch.Tensor:
         """Blocks wherever they are, `(n, 2, block_size, head_dim)` on the host, without keeping them. Waits for a store that is
         down as long as patience lasts. Raises `SegmentLost`, `TierUnavailable`."""
-        outage = Outage(self._patience)
         while True:
             try:
                 return self._gather_once(layer, owners)
             except TierUnavailable as error:
-                if not outage.wait(error):
+                if not self._patience.wait(error):
                     raise
 
     def _gather_once(self, layer: int, owners: np.ndarray) -> torch.Tensor:
@@ -317,6 +319,7 @@ class TieredArena(Arena):
             good = [False] * len(views)
             try:
                 self._fetcher.fetch(layer, owners[absent], views, _BULK_TIMEOUT_S, good)
+                self._patience.worked()
             finally:
                 if not all(good) and any(self._lane.unsettled(view) for view in views):
                     _abandoned.append(blocks)
@@ -378,6 +381,10 @@ class TieredArena(Arena):
             return [*table.faults(), *([f"pages {lost} are neither in memory nor in the store"] if lost else [])]
 
     # The end
+
+    def impatient(self) -> AbstractContextManager[None]:
+        """As `Arena.impatient`."""
+        return self._patience.suspended()
 
     def give_up(self) -> None:
         """As `Arena.give_up`."""

@@ -254,12 +254,14 @@ def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:
             yield f"{name} is {value}; a request's KV must be on one rank, so use 1, or --tensor-parallel-size"
     if getattr(parallel, "enable_dbo", False):
         yield "enable_dbo is True; OasisKV attends over a whole step at once, so leave --enable-dbo out"
-    workers = parallel.tensor_parallel_size * getattr(parallel, "data_parallel_size", 1)
+    # Of a dense model's engines none is told how many there are, only which one it is.
+    engines = max(getattr(parallel, "data_parallel_size", 1), getattr(parallel, "data_parallel_index", 0) + 1)
+    workers = parallel.tensor_parallel_size * engines
     for location in config.core.tiers:
         if workers > 1 and location.startswith(_EXCLUSIVE) and RANK not in location:
             path, question, options = location.partition("?")
             yield (
-                f"tier is {location!r}, and there are {workers} workers; a folder of the file tier serves one of them: "
+                f"tier is {location!r}, and there are {workers} workers or more; a folder of the file tier serves one of them: "
                 f"{path.rstrip('/')}/{RANK}{question}{options}"
             )
     drafts = vllm_config.speculative_config

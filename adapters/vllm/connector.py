@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _HOST_SHARE = 2
-"""Without arena_bytes, the arenas of all workers may take one part in so many of the machine's memory."""
+"""Without arena_bytes, the arenas of an engine's workers may take one part in so many of the machine's memory."""
 
 _REPORT_S = 1.0
 """Between reports of a worker whose counters are on a GPU."""
@@ -198,8 +198,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         workers = parallel.tensor_parallel_size
         core = self._settings.of_rank(parallel.data_parallel_index * workers + get_tensor_model_parallel_rank())
         if core.arena_bytes is None:
-            here = workers * max(1, parallel.data_parallel_size_local)
-            core = replace(core, arena_bytes=physical_bytes() // _HOST_SHARE // here)
+            core = replace(core, arena_bytes=physical_bytes() // _HOST_SHARE // workers)
         rotary = rotary_of_model(first.head_size)
         stream = self._residual_stream([layers[name] for name in names], rotary)
         self.worker = worker = Worker(core, caches, first.num_heads, reader, rotary, stream)

@@ -210,7 +210,8 @@ class Ledger:
 
     def _row(self, entry: Entry, tokens: int, drafts: int, blocks: list[int]) -> Row:
         size, computed = self._block_size, entry.request.num_computed_tokens
-        reads = computed < entry.request.num_prompt_tokens or tokens - drafts > 1
+        certain = computed + tokens - drafts
+        reads = computed < entry.request.num_prompt_tokens or tokens - drafts > 1 or certain < entry.request.num_tokens
         row = Row(entry.key, computed, tokens, drafts, reads, blocks[computed // size :], entry.freed, entry.lent)
         if not entry.attended:
             # Accepted drafts may have filled blocks since the last step, which a request that is handed over takes along.

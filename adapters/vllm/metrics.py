@@ -80,7 +80,8 @@ class OasisKVStats(KVConnectorStats):
         Args:
             values: numbers by their names in `METRICS`, with the value of the label after a dot: `refused_handovers.pool`.
                 What came to a counter since the last report, the value of a gauge.
-            rank: the worker's rank; `None` for the scheduler.
+            rank: the worker's rank; `None` for the scheduler. What is the same for all ranks is taken from the first one, since
+                they need not report in the same steps.
 
         Raises:
             InputError: there is no such metric, or a label is missing or too many.
@@ -90,7 +91,8 @@ class OasisKVStats(KVConnectorStats):
             if name not in _BY_NAME or bool(label) != (_BY_NAME[name].label is not None):
                 raise InputError(f"values has {key!r}; there are {', '.join(map(_spelling, METRICS))}")
         suffix = "" if rank is None else f"{_RANK}{rank}"
-        return cls(data={f"{key}{suffix}": value for key, value in values.items()})
+        own = {key: value for key, value in values.items() if not rank or _metric(key)[0].ranks == "sum"}
+        return cls(data={f"{key}{suffix}": value for key, value in own.items()})
 
     def reset(self) -> None:
         """Forget everything."""

@@ -1,10 +1,12 @@
 import threading
+import time
 
 import pytest
 import torch
 
 from oasiskv import KVManager, Phase
-from oasiskv.errors import ArenaExhausted, InputError, StateError
+from oasiskv.errors import ArenaExhausted, InputError, StateError, TierUnavailable
+from oasiskv.tiers.memory import MemoryStore
 
 from .driver import PAGE_BYTES, SHAPE, Driver, Part, close_to, tiny
 from .lending import Host
@@ -497,8 +499,8 @@ def test_a_layer_whose_copy_failed_is_written_again():
         adoption.commit()
 
 
-def tiered_host(pages):
-    return Host(arena_bytes=pages * PAGE_BYTES, tier="memory:", segment_blocks=2, budget_tokens=40, blocks=60)
+def tiered_host(pages, **changes):
+    return Host(arena_bytes=pages * PAGE_BYTES, tier="memory:", segment_blocks=2, budget_tokens=40, blocks=60, **changes)
 
 
 def test_prompts_longer_than_an_arena_above_a_tier_store_and_no_step():
@@ -537,6 +539,32 @@ def test_what_steps_have_used_makes_room_once_none_is_open():
             host.manager.adopt(host.create(), 20)
         step.abort()
         host.begun(80)
+        host.check()
+
+
+def test_a_store_that_is_down_is_not_waited_for_where_there_is_room_without_it(monkeypatch):
+    async def down(self, objects):
+        raise TierUnavailable("down")
+
+    host = tiered_host(28, tier_patience_s=20.0)
+    with host.manager:
+        first, _ = host.begun(80)
+        second = host.started(16)
+        host.manager.flush()
+        step = host.begin(Part(second, 1))
+        for layer in range(2):
+            assert (host.manager.rooms.arena.locate(layer, torch.tensor(first.pages).expand(1, 2, -1)) >= 0).all()
+        step.abort()
+        monkeypatch.setattr(MemoryStore, "store", down)
+        host.begun(16)
+        begin = time.monotonic()
+        while host.manager.rooms.arena._writer.error is None:
+            assert time.monotonic() - begin < 5
+            time.sleep(0.01)
+        host.manager.adopt(host.create(), 20).abort()
+        assert time.monotonic() - begin < 10
+        monkeypatch.undo()
+        host.manager.flush()
         host.check()
 
 

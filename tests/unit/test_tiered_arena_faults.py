@@ -288,26 +288,80 @@ def test_patience_ends(what, error):
         store.error = None
 
 
+def test_an_outage_has_one_patience_for_all_calls():
+    store = Moody(LAYOUT)
+    driver, sequence = stored_prompt(store, dataclasses.replace(CONFIG, tier_patience_s=0.5))
+    with driver.manager:
+        begin = time.monotonic()
+        for _ in range(6):
+            with pytest.raises(TierUnavailable):
+                driver.manager.full_kv(sequence, 0)
+        assert 0.5 <= time.monotonic() - begin < 1.5
+        store.error = None
+        driver.manager.flush()
+        eventually(lambda: driver.manager.full_kv(sequence, 0))
+        store.error = TierUnavailable("down once more")
+        begin = time.monotonic()
+        with pytest.raises(TierUnavailable):
+            driver.manager.full_kv(sequence, 0)
+        assert time.monotonic() - begin >= 0.5
+        store.error = None
+
+
+def eventually(read):
+    """A store that has failed is taken for dead until it answers a probe."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return read()
+        except TierUnavailable:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def test_nothing_is_waited_for_that_can_be_done_without():
+    """A new fit summarises all sparse sequences anew; those that cannot be read settle again later."""
+    store = Moody(LAYOUT)
+    config = dataclasses.replace(PATIENT, summary="transform", arena_bytes=44 * PAGE_BYTES)
+    driver = Driver(KVManager(SHAPE, config, tier=store))
+    with driver.manager:
+        shorts = [driver.create(50) for _ in range(4)]
+        for short in shorts:
+            driver.decode(short)
+        driver.manager.flush()
+        long = driver.create(120)
+        driver.manager.flush()
+        store.error = TierUnavailable("down")
+        begin = time.monotonic()
+        driver.decode(long)
+        assert time.monotonic() - begin < 10
+        assert long.phase is Phase.SPARSE
+        assert Phase.UNSETTLED in [short.phase for short in shorts]
+        store.error = None
+        eventually(driver.check)
+
+
 def test_closing_ends_all_waiting():
     store = Moody(LAYOUT)
     driver, sequence = stored_prompt(store)
+    for _ in range(4):
+        driver.decode(sequence, 4, 3, 4)  # a segment that cannot be stored
     failed = []
 
-    def read():
+    def allocate():
         try:
-            driver.manager.full_kv(sequence, 0)
+            driver.manager.rooms.arena.allocate(24)
         except OasisError as error:
             failed.append(error)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=allocate)
     thread.start()
-    time.sleep(0.2)
-    begin = time.monotonic()
+    time.sleep(0.3)
+    assert thread.is_alive()
     driver.manager.close()
-    thread.join(10)
+    thread.join(5)
     assert not thread.is_alive()
-    assert time.monotonic() - begin < 5
-    assert failed
+    assert isinstance(failed[0], ArenaExhausted)
 
 
 def test_what_cannot_be_deleted_still_counts():

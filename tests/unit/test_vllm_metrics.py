@@ -33,6 +33,12 @@ ONE_STEP = {
 }
 
 
+def test_what_is_the_same_for_all_ranks_counts_once_though_they_report_in_different_steps():
+    reports = [OasisKVStats.of({"decoded_tokens": 3, "stored_blocks": 2}, rank=rank).reduce() for rank in range(4)]
+    assert sum(report.get("decoded_tokens", 0) for report in reports) == 3
+    assert sum(report["stored_blocks"] for report in reports) == 8
+
+
 def test_ranks_are_added_up_where_each_has_its_part():
     assert OasisKVStats(data=step()).reduce() == ONE_STEP
 

@@ -243,7 +243,7 @@ def test_an_engine_without_oasiskv_is_let_alone():
         (
             "cpu",
             {"kv_transfer_config": transfer({"tier": ["memory:", "file:/var/kv/?limit=1GiB"]})},
-            r"'file:/var/kv/\?limit=1GiB', and there are 4 workers.*: file:/var/kv/\{rank\}\?limit=1GiB",
+            r"'file:/var/kv/\?limit=1GiB', and there are 4 workers or more.*: file:/var/kv/\{rank\}\?limit=1GiB",
         ),
         ("cpu", {"cache__block_size": 16}, "block_size of vLLM is 16; on a CPU.*--block-size 32"),
         ("cpu", {"kv_transfer_config": transfer({"block_size": 12, "budget_tokens": 960})}, "is 32, not a multiple of.* 12"),
@@ -270,7 +270,10 @@ def test_settings_that_do_not_fit(device, changes, message):
 def test_every_worker_has_a_tier_of_its_own():
     tiers = ["memory:", "file:/var/kv/{rank}?limit=1GiB"]
     check(engine(kv_transfer_config=transfer({"tier": tiers})))
-    check(engine(kv_transfer_config=transfer({"tier": "file:/var/kv"}), parallel__tensor_parallel_size=1))
+    alone = {"kv_transfer_config": transfer({"tier": "file:/var/kv"}), "parallel__tensor_parallel_size": 1}
+    check(engine(**alone))
+    with pytest.raises(ConfigError, match="there are 2 workers or more"):
+        check(engine(**alone, parallel__data_parallel_index=1))
     settings = AdapterConfig.from_extra({"tier": tiers}, 32)
     assert settings.of_rank(3).tiers == ("memory:", "file:/var/kv/3?limit=1GiB")
     assert settings.shares_tiers  # as far as it knows

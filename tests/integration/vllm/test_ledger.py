@@ -89,11 +89,14 @@ def test_a_short_rest_needs_less_than_parts_of_a_prompt():
         (1000, 1, 0, False),
         (1000, 5, 4, False),
         (1000, 20, 0, True),  # computed once more
+        (980, 1, 0, True),  # the same, and alone
     ],
 )
 def test_workers_are_told_what_is_prompt(computed, tokens, drafts, prompt):
     ledger = books(None)
-    ledger.add(request(1000, computed=computed))
+    running = request(1001, computed=computed)
+    running.num_prompt_tokens = 970 if computed == 980 else 1000
+    ledger.add(running)
     scheduled = SimpleNamespace(num_scheduled_tokens={"a": tokens}, scheduled_spec_decode_tokens={"a": [7] * drafts})
     row = ledger.message(scheduled, lambda _: list(range(1, 40))).rows["a"]
     assert (row.computed, row.tokens, row.drafts, row.prompt) == (computed, tokens, drafts, prompt)
