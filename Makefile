@@ -21,7 +21,7 @@ demo: $(VENV)/.demo
 	  --budget 1024 --max-new-tokens 96 --compare
 
 test: lint $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
