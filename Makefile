@@ -43,7 +43,7 @@ test-vllm: $(VLLM)/.done
 
 # The same with the oldest vLLM that it supports, laid over the newest one's environment: both want the same torch.
 test-vllm-oldest: $(VLLM)/.done $(VLLM_OLDEST)/.done
-	PYTHONPATH=$(VLLM_OLDEST) $(VLLM)/bin/python -m pytest tests/integration/vllm/test_smoke.py tests/integration/vllm/test_identity.py
+	PYTHONPATH=$(VLLM_OLDEST) $(VLLM)/bin/python -m pytest $(addprefix tests/integration/vllm/test_,smoke.py identity.py modes.py backends.py)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.core
