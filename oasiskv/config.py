@@ -22,6 +22,11 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _is_finite(value: object) -> bool:
+    """Whether it is a number of at least 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 @dataclass(frozen=True, kw_only=True)
 class OasisConfig:
     """Settings of one `KVManager`. Frozen; every combination that cannot work raises `ConfigError`.
@@ -101,11 +106,10 @@ class OasisConfig:
             raise ConfigError(f"block_size is {self.block_size}; it must be even and between 4 and 64 (16 is a good start)")
         for name in ("swap_margin", "correction_margin"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            if not _is_finite(value):
                 raise ConfigError(f"{name} is {value!r}; it is a share of a selected block's mean mass, a number of at least 0")
-        patience = self.tier_patience_s
-        if not isinstance(patience, int | float) or isinstance(patience, bool) or not 0 <= patience < math.inf:
-            raise ConfigError(f"tier_patience_s is {patience!r}; it must be a number of seconds, at least 0")
+        if not _is_finite(self.tier_patience_s):
+            raise ConfigError(f"tier_patience_s is {self.tier_patience_s!r}; it must be a number of seconds, at least 0")
         if isinstance(self.tier, list):
             object.__setattr__(self, "tier", tuple(self.tier))
         if not isinstance(self.tier, str | tuple | None) or self.tier in ("", ()) or not all(map(_is_text, self.tiers)):

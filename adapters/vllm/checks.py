@@ -218,7 +218,7 @@ def _check_connector(vllm_config: Any, config: AdapterConfig | None) -> None:
         return
     if transfer.kv_role != "kv_both":
         raise ConfigError(f'kv_role is {transfer.kv_role!r}; OasisKV both stores and loads KV: "kv_both"')
-    if _on_cpu(vllm_config):
+    if on_cpu(vllm_config):
         return
     if getattr(backend, "name", None) != "CUSTOM":
         raise ConfigError(
@@ -242,7 +242,8 @@ def _is_ours(backend: Any) -> bool:
         return False
 
 
-def _on_cpu(vllm_config: Any) -> bool:
+def on_cpu(vllm_config: Any) -> bool:
+    """Whether the engine's model runs on a CPU."""
     return str(vllm_config.device_config.device_type) == "cpu"
 
 
@@ -275,14 +276,14 @@ def _setting_faults(vllm_config: Any, config: AdapterConfig) -> Iterator[str]:
             f"block_size of vLLM is {cache.block_size}, not a multiple of OasisKV's block_size {config.core.block_size}; "
             f"change --block-size, or block_size in kv_connector_extra_config"
         )
-    if _on_cpu(vllm_config) and cache.block_size % _CPU_BLOCK:
+    if on_cpu(vllm_config) and cache.block_size % _CPU_BLOCK:
         yield f"block_size of vLLM is {cache.block_size}; on a CPU it must be a multiple of {_CPU_BLOCK}: --block-size 32"
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if cache.cache_dtype not in ("auto", dtype):
         yield f"cache_dtype is {cache.cache_dtype}; OasisKV keeps KV as the model computes it: --kv-cache-dtype auto"
     if getattr(cache, "kv_sharing_fast_prefill", False):
         yield "kv_sharing_fast_prefill is True; OasisKV needs every layer's own KV: --no-kv-sharing-fast-prefill"
-    if not _on_cpu(vllm_config):
+    if not on_cpu(vllm_config):
         mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
         if mode is not None and mode.has_full_cudagraphs():
             yield (

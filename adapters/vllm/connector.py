@@ -30,7 +30,7 @@ from oasiskv.types import Rotary
 from .backend import current_plan
 from .batch_rows import Rows
 from .block_manager import LendingBlockManager
-from .checks import check_layers, check_settings, check_versions
+from .checks import check_layers, check_settings, check_versions, on_cpu
 from .decoder_layers import forget_modules
 from .device_blocks import BlockReader, check_layout
 from .ledger import Ledger
@@ -76,10 +76,6 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         self._ledger: Ledger | None = None
         self.worker: Worker | None = None
         self._next_report = 0.0
-
-    @property
-    def _on_gpu(self) -> bool:
-        return bool(self._vllm_config.device_config.device_type != "cpu")
 
     def _layer_names(self) -> list[str]:
         """The layers of our group, in the order in which they run, without those of a draft model: these come after the model's
@@ -243,7 +239,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Copies need no waiting: blocks are freed only after they were acknowledged. But with several KV cache groups vLLM may
         write into blocks of a GPU before it tells of the next step: by then nothing must be on its way into lent ones."""
-        if self.worker is not None and self._on_gpu and len(self._kv_cache_config.kv_cache_groups) > 1:
+        if self.worker is not None and not on_cpu(self._vllm_config) and len(self._kv_cache_config.kv_cache_groups) > 1:
             self.worker.manager.scheduler.drain()
 
     def build_connector_worker_meta(self) -> Acknowledgement | None:
@@ -259,7 +255,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             now = monotonic()
             if now < self._next_report:
                 return None
-            if self._on_gpu:
+            if not on_cpu(self._vllm_config):
                 self._next_report = now + _REPORT_S
             return OasisKVStats.of(self.worker.report(), get_tensor_model_parallel_rank())
         return OasisKVStats.of(self._ledger.report() if self._ledger is not None else {})

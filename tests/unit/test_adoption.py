@@ -526,15 +526,21 @@ def test_a_step_finds_room_after_adoptions_alone():
         host.check()
 
 
+def step_that_has_used_all(host):
+    """An open step, after which 24 stored blocks count as used lately."""
+    first, _ = host.begun(80)
+    second = host.started(16)
+    host.manager.flush()
+    step = host.begin(Part(second, 1))
+    for layer in range(2):
+        assert (host.manager.rooms.arena.locate(layer, torch.tensor(first.pages).expand(1, 2, -1)) >= 0).all()
+    return step
+
+
 def test_what_steps_have_used_makes_room_once_none_is_open():
     host = tiered_host(24)
     with host.manager:
-        first, _ = host.begun(80)
-        second = host.started(16)
-        host.manager.flush()
-        step = host.begin(Part(second, 1))
-        for layer in range(2):
-            assert (host.manager.rooms.arena.locate(layer, torch.tensor(first.pages).expand(1, 2, -1)) >= 0).all()
+        step = step_that_has_used_all(host)
         with pytest.raises(ArenaExhausted):
             host.manager.adopt(host.create(), 20)
         step.abort()
@@ -548,12 +554,7 @@ def test_a_store_that_is_down_is_not_waited_for_where_there_is_room_without_it(m
 
     host = tiered_host(28, tier_patience_s=20.0)
     with host.manager:
-        first, _ = host.begun(80)
-        second = host.started(16)
-        host.manager.flush()
-        step = host.begin(Part(second, 1))
-        for layer in range(2):
-            assert (host.manager.rooms.arena.locate(layer, torch.tensor(first.pages).expand(1, 2, -1)) >= 0).all()
+        step = step_that_has_used_all(host)
         step.abort()
         monkeypatch.setattr(MemoryStore, "store", down)
         host.begun(16)

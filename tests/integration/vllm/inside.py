@@ -14,6 +14,13 @@ def greedy(engine, prompts, tokens=24, **sampling):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def likeliest(engine, prompts, tokens=1):
+    """Log probabilities of the five likeliest tokens at each place behind each prompt, request by request."""
+    wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+    return [[{token: one.logprob for token, one in place.items()} for place in o.outputs[0].logprobs] for o in outputs]
+
+
 def scheduler(engine):
     return engine.llm_engine.engine_core.engine_core.scheduler
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from oasiskv.errors import ConfigError
 from oasiskv.testing import retrieval
 
-from .inside import Driver, assert_all_given_back, greedy, ledger, scheduler, worker
+from .inside import Driver, assert_all_given_back, greedy, ledger, likeliest, scheduler, worker
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -120,7 +120,7 @@ def test_prompts_that_exceed_the_kv_space_are_read_exactly(engine, prompts):
     expected = likeliest(engine(), prompts[:1])
     tight = engine({"budget_tokens": 512}, **TIGHT)
     assert scheduler(tight).kv_cache_manager.block_pool.num_gpu_blocks * 32 < LENGTH
-    for ours, stock in zip(likeliest(tight, prompts[:1]), expected, strict=True):
+    for (ours,), (stock,) in zip(likeliest(tight, prompts[:1]), expected, strict=True):
         assert ours == pytest.approx(stock, abs=1e-3)
     assert ledger(tight).counts["handovers"] == 1
     driver = Driver(tight)
@@ -129,15 +129,6 @@ def test_prompts_that_exceed_the_kv_space_are_read_exactly(engine, prompts):
     driver.finish()
     assert all(len(tokens) == 24 for tokens in driver.tokens.values())
     assert_all_given_back(tight)
-
-
-def likeliest(engine, prompts):
-    """The log probabilities of the likeliest first tokens after each prompt."""
-    from vllm import SamplingParams
-
-    wanted = SamplingParams(max_tokens=1, temperature=0, logprobs=5)
-    outputs = [engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)[0].outputs[0] for prompt in prompts]
-    return [{token: place.logprob for token, place in output.logprobs[0].items()} for output in outputs]
 
 
 def test_a_length_that_neither_the_device_nor_the_host_holds_is_refused(engine):

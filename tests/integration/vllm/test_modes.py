@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .child import in_a_process
-from .inside import EVERYTHING, assert_all_given_back, greedy, ledger, worker
+from .inside import EVERYTHING, assert_all_given_back, greedy, ledger, likeliest, worker
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -80,11 +80,11 @@ def test_bfloat16_is_as_far_from_float32_as_that_of_stock(engine, settings):
     """Sums are rounded in another order than stock ones, no worse."""
     chance = random.Random(4)
     prompts = [[chance.randrange(3, 1024) for _ in range(260)] for _ in range(16)]
-    exact = likeliest(engine(**settings), prompts)
+    exact = likeliest(engine(**settings), prompts, 24)
     half = {**settings, "dtype": "bfloat16"}
-    stock = likeliest(engine(**half), prompts)
+    stock = likeliest(engine(**half), prompts, 24)
     rounded = engine(EVERYTHING, **half)
-    ours = likeliest(rounded, prompts)
+    ours = likeliest(rounded, prompts, 24)
     assert ledger(rounded).counts["handovers"] == 16
     assert worker().manager.shape.dtype == torch.bfloat16
     theirs, own = errors(stock, exact), errors(ours, exact)
@@ -106,12 +106,3 @@ def agreeing(found, exact):
         yield place, true
         if max(place, key=place.get) != max(true, key=true.get):
             return
-
-
-def likeliest(engine, prompts):
-    """Log probabilities of the likeliest tokens at each place, request by request."""
-    from vllm import SamplingParams
-
-    wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=5, detokenize=False)
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
-    return [[{token: one.logprob for token, one in place.items()} for place in o.outputs[0].logprobs] for o in outputs]
