@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import layout
+from .change import Change
 from .errors import ArenaExhausted, InputError, StateError
 from .lent_pool import LentPool
 from .sequence import Phase, Sequence
@@ -75,16 +77,18 @@ class Adoption:
                 raise StateError(f"layers {sorted(self._missing)} are not written")
         if sequence.phase is not Phase.UNSETTLED or sequence.strips or sequence.pages != self._before:
             raise StateError("the sequence has grown, was cropped or was lent strips since it began to adopt blocks; abort")
-        pages = self._let_go()
-        rooms.sets.set_pages(sequence.row, len(sequence.pages), pages)
-        sequence.pages.extend(pages)
-        rooms.arena.sealed(sequence.pages, len(self._before))
-        sequence.length = len(sequence.pages) * rooms.config.block_size
+        with Change(self._manager, "adopt", [sequence]):
+            pages = self._let_go()
+            sequence.pages.extend(pages)
+            rooms.sets.set_pages(sequence.row, len(self._before), pages)
+            rooms.arena.sealed(sequence.pages, len(self._before))
+            sequence.length = len(sequence.pages) * rooms.config.block_size
         rooms.counters.add(stored_blocks=len(pages) * rooms.shape.kv_heads * rooms.shape.num_layers)
 
     def abort(self) -> None:
         """Forget the blocks; waits for a `write` in another thread. Idempotent, also after `commit`."""
-        self._manager.rooms.arena.release(self._let_go())
+        with Change(self._manager, "abort"):
+            self._manager.rooms.arena.release(self._let_go())
 
     def _let_go(self) -> list[int]:
         with self._quiet:
@@ -126,13 +130,15 @@ def lend(manager: KVManager, sequence: Sequence, strips: list[int], tail: torch.
     wanted = (shape.num_layers, shape.kv_heads, 2, config.block_size, shape.head_dim)
     if tail is not None and (tuple(tail.shape) != wanted or tail.dtype != shape.dtype):
         raise InputError(f"tail is {tail.dtype} {tuple(tail.shape)}; it must be {shape.dtype} {wanted}")
+    pool.check_free(strips)
     manager.drain()
-    pool.take(strips)
-    sequence.strips = list(strips)
-    rooms.sets.set_strips(sequence.row, sequence.strips)
-    sequence.length += tail_tokens
-    contents = [None] * manager.shape.num_layers if tail is None else list(tail)
-    layout.lay_out(rooms, sequence, contents)
+    with Change(manager, "lend", [sequence]):
+        pool.take(strips)
+        sequence.strips = list(strips)
+        rooms.sets.set_strips(sequence.row, sequence.strips)
+        sequence.length += tail_tokens
+        contents = [None] * manager.shape.num_layers if tail is None else list(tail)
+        layout.lay_out(rooms, sequence, contents)
 
 
 def reclaim(manager: KVManager, sequence: Sequence) -> None:
@@ -142,15 +148,16 @@ def reclaim(manager: KVManager, sequence: Sequence) -> None:
     try:
         manager.drain()
     finally:  # the host has the memory back, whatever the background work came to
-        layout.become_unsettled(manager.rooms, sequence)
-        manager.rooms.pool.release(sequence.strips)
-        sequence.strips = []
-        manager.rooms.sets.set_strips(sequence.row, [])
-        sequence.length = len(sequence.pages) * manager.config.block_size
+        with Change(manager, "reclaim", [sequence]):
+            layout.become_unsettled(manager.rooms, sequence)
+            gone, sequence.strips = sequence.strips, []
+            manager.rooms.sets.set_strips(sequence.row, [])
+            manager.rooms.pool.release(gone)
+            sequence.length = len(sequence.pages) * manager.config.block_size
 
 
-def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
-    """See `KVManager.branch`."""
+def branch(manager: KVManager, sequence: Sequence, length: int, create: Callable[[], Sequence]) -> Sequence:
+    """See `KVManager.branch`; `create` makes an empty sequence."""
     rooms, size = manager.rooms, manager.config.block_size
     if not rooms.pool.lent:
         raise StateError("this manager has a pool of its own; use fork, and crop")
@@ -158,7 +165,7 @@ def branch(manager: KVManager, sequence: Sequence, length: int) -> Sequence:
         raise InputError(
             f"length is {length}; a branch takes whole blocks of {size}, up to {len(sequence.pages) * size} tokens"
         )
-    child = manager.create()
+    child = create()
     child.pages = sequence.pages[: length // size]
     child.length = length
     child.summarised = min(sequence.summarised, len(child.pages))

@@ -7,7 +7,7 @@ holds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -143,6 +143,12 @@ class Arena:
                 heapq.heappush(self._free, page)
                 freed.append(page)
         return freed
+
+    def recover(self, holders: Mapping[int, int]) -> None:
+        """Pages have these holders now, and others have none, whatever a call that ended in the middle has left. Nobody reads
+        or writes blocks meanwhile, but what stores them below."""
+        self._references = dict(holders)
+        self._free = [page for page in range(self._high_water) if page not in holders]  # sorted, so it is a heap
 
     def references(self, page: int) -> int:
         """Holders of a page."""

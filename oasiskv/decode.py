@@ -13,7 +13,6 @@ from .correction import Correction
 from .log import event
 from .predictors.lookahead import likely_rows
 from .refresh import LayerIndex, Refresh, SparseRows, load_limits
-from .room import trim
 from .sealing import Sealing
 from .sequence import Phase, Sequence
 from .types import EMPTY
@@ -54,6 +53,11 @@ class DecodeRows:
         if certain:
             self._sealing = Sealing(manager, sequences, num_tokens)
             self._plan_next(num_tokens)
+
+    @property
+    def pages(self) -> list[int]:
+        """That were taken for blocks which seal, and belong to no sequence yet."""
+        return [page for pages in self._sealing.new_pages for page in pages] if self._sealing is not None else []
 
     # Planning, once per step
 
@@ -292,9 +296,9 @@ class DecodeRows:
         self._kept = accepted
         if self._certain:
             return
-        if self._sealing is not None:
-            self._sealing.release()
-        self._sealing = None
+        before, self._sealing = self._sealing, None
+        if before is not None:
+            before.release()
         self._sealing = Sealing(self._manager, self.sequences, accepted)
 
     def commit(self) -> None:
@@ -305,11 +309,12 @@ class DecodeRows:
             self._plan_next(accepted)
             for layer in range(rooms.shape.num_layers):
                 sealing.seal(layer)
+        news, sealing.new_pages = sealing.new_pages, []
         drafted = zip(self._num_tokens, self._num_drafts, strict=True)
-        for sequence, new, tokens, (rows, drafts) in zip(self.sequences, sealing.new_pages, accepted, drafted, strict=True):
+        for sequence, new, tokens, (rows, drafts) in zip(self.sequences, news, accepted, drafted, strict=True):
             if new:
-                rooms.sets.set_pages(sequence.row, len(sequence.pages), new)
                 sequence.pages.extend(new)
+                rooms.sets.set_pages(sequence.row, len(sequence.pages) - len(new), new)
                 rooms.arena.sealed(sequence.pages, len(sequence.pages) - len(new))
                 if sequence.phase is Phase.SPARSE and rooms.summary.fitted:
                     sequence.summarised = len(sequence.pages)
@@ -326,4 +331,4 @@ class DecodeRows:
             self._sealing.release()
         for sequence in self.sequences:
             self._rooms.sets.selected.trim(sequence.row, window_start(self._rooms.config, sequence.length))
-            trim(self._manager, sequence)
+            layout.trim(self._rooms, sequence)

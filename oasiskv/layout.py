@@ -82,12 +82,22 @@ def sparse_rows(rooms: Rooms, sequences: list[Sequence]) -> SparseRows:
 
 def become_unsettled(rooms: Rooms, sequence: Sequence) -> None:
     """Change the phase and trim the strips to the budget; the caller lays the sequence out anew."""
-    budget = rooms.config.budget_blocks
-    rooms.pool.release(sequence.strips[budget:])
-    sequence.strips = sequence.strips[:budget]
-    rooms.sets.set_strips(sequence.row, sequence.strips)
+    _keep_strips(rooms, sequence, rooms.config.budget_blocks)
     rooms.sets.selected.clear(sequence.row)
     sequence.phase = Phase.UNSETTLED
+
+
+def trim(rooms: Rooms, sequence: Sequence) -> None:
+    """Take back the strips of a dense sequence that hold none of its blocks."""
+    if sequence.phase is Phase.DENSE:
+        _keep_strips(rooms, sequence, -(-sequence.length // rooms.config.block_size))
+
+
+def _keep_strips(rooms: Rooms, sequence: Sequence, count: int) -> None:
+    if len(sequence.strips) > count:
+        gone, sequence.strips = sequence.strips[count:], sequence.strips[:count]
+        rooms.sets.set_strips(sequence.row, sequence.strips)
+        rooms.pool.release(gone)
 
 
 def lay_out(rooms: Rooms, sequence: Sequence, tail: list[torch.Tensor | None], first: int = 0) -> None:

@@ -92,18 +92,26 @@ class LentPool(Pool):
             raise StateError("this pool belongs to a serving engine; its blocks come by KVManager.lend")
         return []
 
-    def take(self, strips: Sequence[int]) -> None:
-        """These are lent now. Raises `InputError`, and takes none, if one of them does not exist, comes twice or is lent."""
+    def check_free(self, strips: Sequence[int]) -> None:
+        """Raise `InputError` if one of these does not exist, comes twice or is lent."""
         wanted = set(strips)
         if len(wanted) < len(strips) or not all(0 <= strip < self.num_strips for strip in strips):
             raise InputError(f"strips are {list(strips)}; each must be another one of 0 to {self.num_strips - 1}")
         if twice := sorted(wanted & self._taken):
             raise InputError(f"strips {twice} are lent to a sequence already; reclaim them there first")
-        self._taken |= wanted
+
+    def take(self, strips: Sequence[int]) -> None:
+        """These are lent now. Raises as `check_free`, and takes none then."""
+        self.check_free(strips)
+        self._taken.update(strips)
 
     def release(self, strips: list[int]) -> None:
         """These are not lent any more. Their memory is not touched: it may be others' by now."""
         self._taken.difference_update(strips)
+
+    def recover(self, held: set[int]) -> None:
+        """As the base."""
+        self._taken = set(held)
 
     def slots_of(self, strips: torch.Tensor) -> torch.Tensor:
         """As the base."""

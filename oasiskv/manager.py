@@ -15,6 +15,7 @@ from . import adoption, layout, ops, registry, room
 from .abc import KeySummary, Predictor, QueryProjection, Ticket, TransferScheduler
 from .adoption import Adoption
 from .arena import Arena
+from .change import Change
 from .config import OasisConfig
 from .errors import InputError, IntegrityError, OasisError, StateError
 from .integrity import check_integrity
@@ -22,9 +23,10 @@ from .log import event
 from .metrics import Counters, Stats
 from .pool import OwnPool, Pool
 from .refresh import Rooms
+from .repair import repair
 from .scheduler import InlineScheduler, ThreadScheduler
-from .sequence import Phase, Sequence
-from .settling import become_dense, lay_out_again, refit_outgrown
+from .sequence import UNFINISHED, Phase, Sequence
+from .settling import cut, refit_outgrown
 from .step import Step
 from .streams import StreamScheduler
 from .trace import Trace
@@ -119,67 +121,84 @@ class KVManager:
         self._sequences: dict[int, Sequence] = {}
         self._free_rows: list[int] = []
         self.adoptions: list[Adoption] = []
+        self.open_changes = 0
         self._open: Step | None = None
         self._closed = False
 
     # Sequences
 
-    @_persistent
     def create(self) -> Sequence:
         """A new, empty sequence."""
         self._check_open()
+        return self._made(self._new)
+
+    def _made(self, make: Callable[[], Sequence]) -> Sequence:
+        """A sequence that `make` has listed. If its caller never gets it, `repair` frees it."""
+        self.open_changes += 1
+        sequence = make()
+        sequence.torn = None
+        self.open_changes -= 1
+        return sequence
+
+    @_persistent
+    def _new(self) -> Sequence:
         if not self._free_rows:
             self.drain()
             capacity = self.rooms.sets.capacity
             rows = max(1, 2 * capacity)
-            self.rooms.sets.reserve_rows(rows)
             self.rooms.predictor.reserve_rows(rows)
+            self.rooms.sets.reserve_rows(rows)
             self._free_rows.extend(range(rows - 1, capacity - 1, -1))
         phase = Phase.UNSETTLED if self.rooms.pool.lent else Phase.DENSE
-        sequence = Sequence(self._free_rows.pop(), phase=phase)
+        sequence = Sequence(self._free_rows.pop(), phase=phase, torn=UNFINISHED)
+        self._sequences[sequence.row] = sequence
         self.rooms.sets.set_pages(sequence.row, 0, [])
+        self.rooms.sets.set_strips(sequence.row, [])
         self.rooms.sets.selected.clear(sequence.row)
         self.rooms.predictor.clear_row(sequence.row)
-        self._sequences[sequence.row] = sequence
         return sequence
 
     def free(self, sequence: Sequence) -> None:
-        """Give back everything that a sequence holds, and abort what it adopts. Its handle is dead afterwards."""
-        self._check_idle(sequence)
+        """Give back everything that a sequence holds, and abort what it adopts. Its handle is dead afterwards. A sequence that
+        another call has left half changed can be freed, too."""
+        self._check_idle(sequence, torn=True)
         self.drain()
         for pending in [pending for pending in self.adoptions if pending.sequence is sequence]:
             pending.abort()
-        rooms = self.rooms
-        rooms.arena.release(sequence.pages)
-        rooms.pool.release(sequence.strips)
-        rooms.sets.set_pages(sequence.row, 0, [])
-        rooms.sets.set_strips(sequence.row, [])
-        rooms.sets.selected.clear(sequence.row)
-        del self._sequences[sequence.row]
-        self._free_rows.append(sequence.row)
-        sequence.pages, sequence.strips, sequence.length, sequence.phase = [], [], 0, Phase.FREED
+        whole = sequence.torn is None
+        with Change(self, "free"):
+            del self._sequences[sequence.row]
+            pages, strips = sequence.pages, sequence.strips
+            sequence.pages, sequence.strips, sequence.length, sequence.phase = [], [], 0, Phase.FREED
+            if whole:
+                self.rooms.arena.release(pages)
+                self.rooms.pool.release(strips)
+                self._free_rows.append(sequence.row)
+        if not whole:
+            repair(self)
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied.
+
+        Raises:
+            StateError: the pool is lent: `branch` needs no strips.
+            PoolExhausted: no strips for a copy. Dense sequences may have turned sparse by then, and nothing else has changed.
+        """
+        self._check_idle(sequence)
+        return self._made(partial(self._forked, sequence))
 
     @_persistent
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same tokens. Sealed blocks are shared; the working set is copied. Raises `StateError` if
-        the
-        pool is lent: `branch` needs no strips."""
-        self._check_idle(sequence)
+    def _forked(self, sequence: Sequence) -> Sequence:
         rooms, pool = self.rooms, self.rooms.pool
         if not isinstance(pool, OwnPool):
             raise StateError("the pool is lent by a serving engine, and has no strips for a fork; use branch")
         self.drain()
         strips = room.take(self, len(sequence.strips), keep=sequence)
-        try:
-            child = self.create()
-        except OasisError:
-            rooms.pool.release(strips)
-            raise
+        child = self._new()
         child.length, child.phase, child.summarised = sequence.length, sequence.phase, sequence.summarised
         child.acceptance = sequence.acceptance
-        child.pages = list(sequence.pages)
+        child.pages, child.strips = list(sequence.pages), strips
         rooms.arena.share(child.pages)
-        child.strips = strips
         rooms.sets.set_strips(child.row, strips)
         rooms.sets.copy_row(sequence.row, child.row, lambda slots: pool.moved(slots, sequence.strips, strips))
         rooms.predictor.copy_row(sequence.row, child.row)
@@ -196,32 +215,18 @@ class KVManager:
                 strips to hold it.
             TierError: blocks that must be read are lost, or the tier store fails. The sequence is as it was if the tail block
                 is among them, and is cropped otherwise.
+            WorkerError: as `TierError`, from a tier store that breaks its contract; or background work failed, and the sequence
+                is as it was.
         """
         self._check_idle(sequence)
         if not 0 <= length <= sequence.length:
             raise InputError(f"crop to {length} tokens, but the sequence has {sequence.length}; pass 0 to {sequence.length}")
-        if length == sequence.length:
-            return
-        size = self.config.block_size
-        if length % size and not sequence.strips and self.rooms.pool.lent:
-            raise InputError(f"crop to {length} tokens, but without strips a sequence has whole blocks of {size} only")
+        if length % self.config.block_size and not sequence.strips and self.rooms.pool.lent:
+            raise InputError(
+                f"crop to {length} tokens, but without strips a sequence has whole blocks of {self.config.block_size} only"
+            )
         self.drain()
-        tail = [layout.read_tail(self.rooms, sequence, layer, length) for layer in range(self.shape.num_layers)]
-        sealed = length // size
-        self.rooms.arena.release(sequence.pages[sealed:])
-        sequence.pages = sequence.pages[:sealed]
-        self.rooms.sets.set_pages(sequence.row, sealed, [])
-        sequence.summarised = min(sequence.summarised, sealed)
-        sequence.length = length
-        if sequence.phase is not Phase.DENSE and length <= self.config.budget_tokens and not self.rooms.pool.lent:
-            become_dense(self, sequence, tail)
-            room.trim(self, sequence)
-        else:
-            if self.rooms.pool.lent and length <= self.config.budget_tokens:
-                layout.become_unsettled(self.rooms, sequence)  # so that it chooses anew, and finds everything
-            self.rooms.sets.selected.trim(sequence.row, window_start(self.config, length))
-            room.trim(self, sequence)
-            lay_out_again(self, sequence, tail, first=sealed)  # a dense one has its blocks in place
+        cut(self, sequence, length)
 
     # Sequences that another engine begins
 
@@ -237,8 +242,9 @@ class KVManager:
             WorkerError: background work failed, for which making room has waited.
         """
         self._check_idle(sequence)
-        adoption = Adoption(self, sequence, num_blocks)
-        self.adoptions.append(adoption)
+        with Change(self, "adopt"):
+            adoption = Adoption(self, sequence, num_blocks)
+            self.adoptions.append(adoption)
         return adoption
 
     @torch.no_grad()
@@ -291,12 +297,11 @@ class KVManager:
         self._check_idle(sequence)
         adoption.reclaim(self, sequence)
 
-    @_persistent
     def branch(self, sequence: Sequence, length: int) -> Sequence:
         """A new sequence that shares the first `length` tokens, whole blocks, and has no strips. Raises `InputError` for other
         lengths, and `StateError` if the pool is not lent: `fork` does more."""
         self._check_idle(sequence)
-        return adoption.branch(self, sequence, length)
+        return self._made(_persistent(partial(adoption.branch, self, sequence, length, self._new)))
 
     # Steps
 
@@ -343,12 +348,21 @@ class KVManager:
                 raise InputError(f"num_tokens is {tokens}; a sequence takes part in a step with at least 1 token")
             if not 0 <= draft < tokens:
                 raise InputError(f"num_drafts is {draft} of {tokens} tokens; at least one token must not be a draft")
-        refit_outgrown(self, list(sequences))
-        self.step_number += 1
-        self.rooms.arena.begin_step()
-        make = Step if self._trace is None else partial(TracedStep, self._trace)
-        self._open = make(self, list(sequences), list(num_tokens), drafts, reads)
+        with Change(self, "begin_step"):
+            refit_outgrown(self, list(sequences))
+            self.step_number += 1
+            self.rooms.arena.begin_step()
+            make = Step if self._trace is None else partial(TracedStep, self._trace)
+            self._open = make(self, list(sequences), list(num_tokens), drafts, reads)
         return self._open
+
+    def list_free_rows(self) -> None:
+        """Rows of the tables that no sequence has are free."""
+        self._free_rows = [row for row in range(self.rooms.sets.capacity - 1, -1, -1) if row not in self._sequences]
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence whose handle nobody has is no more; `repair` counts what it held as free."""
+        del self._sequences[sequence.row]
 
     def close_step(self, step: Step) -> None:
         """Called by a step when it is committed or aborted."""
@@ -423,6 +437,7 @@ class KVManager:
 
     def check_integrity(self) -> None:
         """See `integrity.check_integrity`."""
+        self._check_open()
         try:
             check_integrity(self)
         except IntegrityError as error:
@@ -470,13 +485,20 @@ class KVManager:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("the manager is closed; create a new one")
+        if self.open_changes:
+            repair(self)
 
-    def _check_alive(self, sequence: Sequence) -> None:
+    def _check_alive(self, sequence: Sequence, torn: bool = False) -> None:
+        """Raise unless the sequence is in use; a `torn` one is taken for alive if that is asked for."""
         self._check_open()
         if self._sequences.get(sequence.row) is not sequence:
             raise StateError("the sequence was freed, or belongs to another manager")
+        if sequence.torn is not None and not torn:
+            raise StateError(
+                f"{sequence.torn} ended in the middle and left the sequence half changed; free it, and read its text again"
+            )
 
-    def _check_idle(self, sequence: Sequence) -> None:
-        self._check_alive(sequence)
+    def _check_idle(self, sequence: Sequence, torn: bool = False) -> None:
+        self._check_alive(sequence, torn)
         if self._open is not None and any(sequence is other for other in self._open.sequences):
             raise StateError("the sequence takes part in the open step; commit or abort the step first")

@@ -11,6 +11,20 @@ from .errors import ConfigError, PoolExhausted
 from .types import EMPTY, ModelShape
 
 
+_POISON = 0xFF
+"""In every byte it makes a NaN that no arithmetic gives, in each floating-point format."""
+
+
+def poison(slots: torch.Tensor) -> None:
+    """Fill slots, a contiguous tensor, with what must never be attended to."""
+    slots.view(torch.uint8).fill_(_POISON)
+
+
+def poisoned(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows `(..., head_dim)` hold nothing but poison: nothing was written to them."""
+    return (rows.contiguous().view(torch.uint8) == _POISON).all(-1)
+
+
 class Pool(ABC):
     """Slots on the device. A *strip* is one slot for every kv head in every layer. Sequences hold strips; which block of which
     layer and head lies in a strip's slots is the working set's business.
@@ -53,6 +67,10 @@ class Pool(ABC):
         """Give strips back."""
 
     @abstractmethod
+    def recover(self, held: set[int]) -> None:
+        """Exactly these strips are held now, whatever a call that ended in the middle has left."""
+
+    @abstractmethod
     def slots_of(self, strips: torch.Tensor) -> torch.Tensor:
         """The slots of strips in each layer and kv head, `(layers, kv_heads)` in front of their dimensions; those of `EMPTY`
         mean nothing."""
@@ -83,8 +101,10 @@ class OwnPool(Pool):
 
     def _empty(self, strips: int) -> torch.Tensor:
         size = (strips * self.strip_slots, 2, self.block_size, self.shape.head_dim)
-        fill = float("nan") if self._poison else 0.0
-        return huge_pages.full(size, fill, self.shape.dtype, self.shape.device)
+        slots = huge_pages.full(size, 0.0, self.shape.dtype, self.shape.device)
+        if self._poison:
+            poison(slots)
+        return slots
 
     def _grow(self, strips: int) -> None:
         new = self._empty(strips)
@@ -131,9 +151,18 @@ class OwnPool(Pool):
     def release(self, strips: list[int]) -> None:
         """Give strips back."""
         self._free.extend(strips)
+        self._poisoned(strips)
+
+    def _poisoned(self, strips: list[int]) -> None:
         if self._poison:
             for strip in strips:
-                self.slots[strip * self.strip_slots : (strip + 1) * self.strip_slots] = float("nan")
+                poison(self.slots[strip * self.strip_slots : (strip + 1) * self.strip_slots])
+
+    def recover(self, held: set[int]) -> None:
+        """As the base."""
+        self.num_strips = len(self.slots) // self.strip_slots  # more than before if the pool was about to grow
+        before, self._free = set(self._free), [strip for strip in range(self.num_strips - 1, -1, -1) if strip not in held]
+        self._poisoned([strip for strip in self._free if strip not in before])
 
     def slots_of(self, strips: torch.Tensor) -> torch.Tensor:
         """The slots of strips in each layer and kv head, `(layers, kv_heads)` in front of their dimensions; those of `EMPTY`

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from .layout import become_unsettled, lay_out, read_kv
-from .room import trim
+from .layout import become_unsettled, lay_out, pool_slots, read_kv, trim
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -19,7 +18,8 @@ _QUERY_CHUNK = 1024
 
 
 class PrefillRows:
-    """Sealed blocks go to the arena as layers attend; the pool changes at `commit` only, so that an abort loses nothing."""
+    """As layers attend, sealed blocks go to the arena, and the blocks of a dense sequence to its strips as well. The sequence
+    itself changes at `commit` only: what lies beyond its length is ignored, so an abort loses nothing."""
 
     def __init__(self, manager: KVManager, sequence: Sequence, offset: int, num_tokens: int, dense: bool) -> None:
         self.sequence = sequence
@@ -27,13 +27,14 @@ class PrefillRows:
         self.packed = slice(offset, offset + num_tokens)
         self._manager = manager
         self._length = sequence.length + num_tokens
-        self._dense = dense
         size = manager.config.block_size
         self._first = len(sequence.pages)
-        self._pages = manager.rooms.arena.allocate(self._length // size - self._first)
-        self._page_index = torch.tensor(self._pages, dtype=torch.int64)
+        self.pages = manager.rooms.arena.allocate(self._length // size - self._first)
+        self._page_index = torch.tensor(self.pages, dtype=torch.int64)
         self._positions = torch.arange(sequence.length, self._length, device=manager.shape.device)
-        self._tails: list[torch.Tensor | None] = []
+        last = -(-self._length // size)
+        self._slots = pool_slots(manager.rooms, sequence.strips[self._first : last]) if dense else None
+        self._tails: list[torch.Tensor | None] = [None] * manager.shape.num_layers
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """As `Step.attend`, for the rows of this sequence."""
@@ -50,36 +51,45 @@ class PrefillRows:
         return output.transpose(0, 1)
 
     def _store(self, layer: int, both: torch.Tensor) -> None:
-        """Write what seals to the arena, and keep what stays open for `commit`. `both` is `(2, kv_heads, length, head_dim)`."""
+        """Write what seals to the arena, and what stays open to the strips of a dense sequence, or keep it for `commit`. `both`
+        is `(2, kv_heads, length, head_dim)`."""
         rooms = self._manager.rooms
         shape, size = rooms.shape, rooms.config.block_size
         start, end = self._first * size, self._length // size * size
-        if end > start:
-            sealed = both[:, :, start:end].reshape(2, shape.kv_heads, -1, size, shape.head_dim).permute(2, 1, 0, 3, 4)
+        blocks = (2, shape.kv_heads, len(self.pages), size, shape.head_dim)
+        sealed = both[:, :, start:end].reshape(blocks).permute(2, 1, 0, 3, 4)
+        if self.pages:
             rooms.arena.write(layer, self._page_index, sealed)
-            rooms.counters.add(stored_blocks=len(self._pages) * shape.kv_heads)
+            rooms.counters.add(stored_blocks=len(self.pages) * shape.kv_heads)
         tail = None
         if self._length > end:
             tail = torch.zeros((shape.kv_heads, 2, size, shape.head_dim), dtype=shape.dtype, device=shape.device)
             tail[:, :, : self._length - end] = both[:, :, end:].transpose(0, 1)
-        self._tails.append(tail)
+        if self._slots is None:
+            self._tails[layer] = tail
+            return
+        rooms.pool.slots[self._slots[layer, : len(self.pages)]] = sealed
+        if tail is not None:
+            rooms.pool.slots[self._slots[layer, len(self.pages)]] = tail
 
     def commit(self) -> None:
-        """Take the rows over and lay the sequence out on the device. No background work may run."""
+        """Take the rows over. No background work may run."""
         manager, sequence = self._manager, self.sequence
-        manager.rooms.sets.set_pages(sequence.row, self._first, self._pages)
-        sequence.pages.extend(self._pages)
+        pages, self.pages = self.pages, []
+        sequence.pages.extend(pages)
+        manager.rooms.sets.set_pages(sequence.row, self._first, pages)
         manager.rooms.arena.sealed(sequence.pages, self._first)
         sequence.length = self._length
-        if not self._dense:
+        if self._slots is None:
             # A sparse sequence chooses anew: what the new text looks at may be anywhere.
             become_unsettled(manager.rooms, sequence)
-        lay_out(manager.rooms, sequence, self._tails, first=self._first)
+            lay_out(manager.rooms, sequence, self._tails)
 
     def abort(self) -> None:
         """Give the new pages and places back."""
-        self._manager.rooms.arena.release(self._pages)
-        trim(self._manager, self.sequence)
+        gone, self.pages = self.pages, []
+        self._manager.rooms.arena.release(gone)
+        trim(self._manager.rooms, self.sequence)
 
 
 def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .errors import StateError
+from .layout import trim
 from .sequence import Phase, Sequence
 from .settling import become_dense, has_candidates, settle
 
@@ -116,10 +117,10 @@ def _victims(manager: KVManager, claims: list[_Claim], more: int, inside: set[in
     """Turn claims sparse, and choose dense sequences that are not `inside`, until the pool has room for all claims and `more`
     strips. Besides the claims only idle strips change hands."""
     pool, budget = manager.rooms.pool, manager.config.budget_blocks
-    others = [sequence for sequence in manager.sequences if id(sequence) not in inside]
+    others = [sequence for sequence in manager.sequences if id(sequence) not in inside and sequence.torn is None]
     if not pool.can_allocate(more + sum(claim.missing(budget) for claim in claims)):
         for sequence in others:
-            trim(manager, sequence)
+            trim(manager.rooms, sequence)
     outside = [sequence for sequence in others if sequence.phase is Phase.DENSE and len(sequence.strips) > budget]
     chosen: list[Sequence] = []
     while True:
@@ -162,12 +163,3 @@ def _allocate(manager: KVManager, count: int) -> list[int]:
     if count > manager.rooms.pool.free_strips:
         manager.drain()  # growing replaces the tensors that background work writes to
     return manager.rooms.pool.allocate(count)
-
-
-def trim(manager: KVManager, sequence: Sequence) -> None:
-    """Take back the strips of a dense sequence that hold none of its blocks."""
-    needed = -(-sequence.length // manager.config.block_size)
-    if sequence.phase is Phase.DENSE and len(sequence.strips) > needed:
-        manager.rooms.pool.release(sequence.strips[needed:])
-        sequence.strips = sequence.strips[:needed]
-        manager.rooms.sets.set_strips(sequence.row, sequence.strips)

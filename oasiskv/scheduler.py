@@ -65,6 +65,12 @@ class WorkTicket(Ticket):
             error, self._error = self._error, None
             raise WorkerError.of(f"the background work of layer {self._work.layer}", error)
 
+    def raise_interrupt(self) -> None:
+        """Work that ran in the caller's thread may have got the caller's interrupt: raise it as it came."""
+        if self._error is not None and not isinstance(self._error, Exception):
+            error, self._error = self._error, None
+            raise error
+
 
 class InlineScheduler(TransferScheduler):
     """Runs work at once, in the caller's thread: no threads, no waiting, the same result."""
@@ -79,6 +85,7 @@ class InlineScheduler(TransferScheduler):
         ticket = WorkTicket(work, self._last.get(work.layer))
         self._last[work.layer] = ticket
         ticket.run()
+        ticket.raise_interrupt()
         return ticket
 
     def drain(self) -> None:

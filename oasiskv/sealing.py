@@ -61,6 +61,6 @@ class Sealing:
 
     def release(self) -> None:
         """Give the pages back; the blocks belong to nobody."""
-        for pages in self.new_pages:
+        gone, self.new_pages = self.new_pages, []
+        for pages in gone:
             self._rooms.arena.release(pages)
-        self.new_pages = []

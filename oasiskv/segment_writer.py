@@ -33,6 +33,9 @@ class Segment:
             store may give for it, which is one thing if it loses no precision.
         live: how many of its pages some sequence still holds.
         tried: whether some of its objects may be in the store.
+        submitted: to the writer.
+        stored: whether all of its objects are in the store.
+        forgotten: whether it is being deleted, since no page of it is held.
     """
 
     def __init__(self, space: str, pages: list[int], layout: SegmentLayout, num_layers: int) -> None:
@@ -40,6 +43,9 @@ class Segment:
         self.checksums = np.zeros((num_layers, 0, layout.kv_heads, layout.num_blocks), np.uint64)
         self.live = len(pages)
         self.tried = False
+        self.submitted = False
+        self.stored = False
+        self.forgotten = False
         self.ready: torch.cuda.Event | None = None
         self._digest = secrets.token_bytes(16)
         self._space = space
@@ -84,7 +90,7 @@ class SegmentWriter:
         together = min(num_layers, max(1, _BATCH_BYTES // layout.segment_bytes))
         self._room = [self._new_room() for _ in range(together)]  # used again and again
         self._lent: list[torch.Tensor] = []
-        self._undeleted: list[tuple[Segment, bool]] = []
+        self._undeleted: list[Segment] = []
         self._queue: deque[Segment] = deque()
         self._change = threading.Condition()
         self._stored_bytes = 0
@@ -116,20 +122,24 @@ class SegmentWriter:
         return self._stored_bytes
 
     def submit(self, segment: Segment) -> None:
-        """Queue a segment; never blocks."""
+        """Queue a segment, once; never blocks."""
         with self._change:
+            if segment.submitted:
+                return
+            segment.submitted = True
             self._queue.append(segment)
             self._change.notify_all()
 
-    def forget(self, segment: Segment, stored: bool) -> None:
+    def forget(self, segment: Segment) -> None:
         """Nobody holds a block of it any more. It counts until it is deleted: a store that cannot delete it has it still."""
 
         def deleted(error: Exception | None) -> None:
             with self._change:
                 if error is None:
-                    self._stored_bytes -= self.segment_bytes * stored
+                    self._stored_bytes -= self.segment_bytes * segment.stored
+                    segment.stored = False
                 elif not self._closed:
-                    self._undeleted.append((segment, stored))
+                    self._undeleted.append(segment)
                 self._change.notify_all()
 
         self._lane.submit_delete(segment.keys(), deleted)
@@ -152,7 +162,7 @@ class SegmentWriter:
         that. Returns segments that may be in the store although nobody holds a block of them."""
         with self._change:
             self._closed = True
-            left = [segment for segment in self._queue if segment.tried] + [segment for segment, _ in self._undeleted]
+            left = [segment for segment in self._queue if segment.tried] + self._undeleted
             self._queue.clear()
             self._change.notify_all()
         return left
@@ -167,7 +177,7 @@ class SegmentWriter:
                 if segment.live:
                     self._save(segment)
                 elif segment.tried:
-                    self.forget(segment, False)  # some of its objects may be there
+                    self.forget(segment)  # some of its objects may be there
             except Exception as error:  # noqa: BLE001 - it is tried again, and told to whoever waits for room
                 with self._change:
                     self._error = error if isinstance(error, OasisError) else WorkerError.of("storing a segment", error)
@@ -191,8 +201,8 @@ class SegmentWriter:
                     return None
                 undeleted, self._undeleted = self._undeleted, []
                 first = self._queue[0] if ready else None
-            for segment, stored in undeleted:
-                self.forget(segment, stored)
+            for segment in undeleted:
+                self.forget(segment)
             if first is not None:
                 return first
 
@@ -221,6 +231,7 @@ class SegmentWriter:
         segment.checksums = np.stack(sums)
         with self._change:
             self._stored_bytes += self.segment_bytes
+            segment.stored = True
         self._done(segment)
 
     def _new_room(self) -> torch.Tensor:

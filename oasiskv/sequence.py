@@ -8,6 +8,9 @@ from enum import Enum
 _ACCEPTANCE_RATE = 0.2
 """Weight of a new step in the moving average of the acceptance."""
 
+UNFINISHED = "create"
+"""What `torn` says of a sequence that is being made."""
+
 
 class Phase(Enum):
     """What of a sequence is on the device."""
@@ -36,6 +39,7 @@ class Sequence:
         strips: pool strips, by place.
         summarised: sealed blocks whose summaries are written, counted from the first.
         acceptance: how likely a draft token is accepted if those before it were, by the steps so far.
+        torn: the call that ended in the middle and left the sequence half changed; `None` if it is whole.
     """
 
     row: int
@@ -45,6 +49,7 @@ class Sequence:
     strips: list[int] = field(default_factory=list)
     summarised: int = 0
     acceptance: float = 0.5
+    torn: str | None = None
 
     def learn_acceptance(self, accepted: int, drafts: int) -> None:
         """A step with `drafts` draft tokens has kept `accepted` of them; those behind the first rejected one tell nothing."""

@@ -10,8 +10,9 @@ import torch
 
 from . import layout, ops
 from .abc import KeySample
+from .change import Change
 from .config import OasisConfig
-from .errors import TierError
+from .errors import OasisError
 from .log import event
 from .refresh import LayerIndex
 from .sequence import Phase, Sequence
@@ -20,6 +21,9 @@ from .working_set import window_start
 
 if TYPE_CHECKING:
     from .manager import KVManager
+
+Tail = list[torch.Tensor | None]
+"""The block of each layer that is not sealed, `(kv_heads, 2, block_size, head_dim)`; `None` where it is empty."""
 
 
 def settle(manager: KVManager, sequences: list[Sequence]) -> None:
@@ -31,52 +35,90 @@ def settle(manager: KVManager, sequences: list[Sequence]) -> None:
     """
     manager.drain()
     waiting = [(sequence, _tail(manager, sequence)) for sequence in sequences]
-    for sequence in sequences:
-        layout.become_unsettled(manager.rooms, sequence)
-    try:
-        _fit(manager, sequences)
-        while waiting:
-            sequence, tail = waiting[0]
-            _summarise(manager, sequence)
-            sequence.phase = Phase.SPARSE
-            _choose(manager, sequence)
-            layout.lay_out(manager.rooms, sequence, tail)
-            event(logging.INFO, "settle", tokens=sequence.length, blocks=len(sequence.pages), step=manager.step_number)
-            del waiting[0]
-    except BaseException:
-        for sequence, tail in waiting:
+    with Change(manager, "turning sparse", sequences) as change:
+        for sequence in sequences:
             layout.become_unsettled(manager.rooms, sequence)
-            layout.lay_out(manager.rooms, sequence, tail)
-        raise
+        try:
+            _fit(manager, sequences)
+            while waiting:
+                sequence, tail = waiting[0]
+                _summarise(manager, sequence)
+                sequence.phase = Phase.SPARSE
+                _choose(manager, sequence)
+                layout.lay_out(manager.rooms, sequence, tail)
+                event(logging.INFO, "settle", tokens=sequence.length, blocks=len(sequence.pages), step=manager.step_number)
+                del waiting[0]
+        except BaseException:
+            for sequence, tail in waiting:
+                _lay_out_unsettled(manager, sequence, tail)
+            change.restored()
+            raise
 
 
 def unsettle(manager: KVManager, sequence: Sequence) -> None:
     """Forget the working set of a sequence, which holds strips for the budget. No background work may run."""
     tail = _tail(manager, sequence)
+    with Change(manager, "forgetting a working set", [sequence]):
+        _lay_out_unsettled(manager, sequence, tail)
+
+
+def become_dense(manager: KVManager, sequence: Sequence) -> None:
+    """Lay a sequence that fits the budget out whole, in the strips it has. An exception leaves it unsettled."""
+    manager.drain()
+    tail = _tail(manager, sequence)
+    with Change(manager, "turning dense", [sequence]) as change:
+        _lay_out_dense(manager, sequence, tail, change)
+
+
+def _lay_out_dense(manager: KVManager, sequence: Sequence, tail: Tail, change: Change) -> None:
+    manager.rooms.sets.selected.clear(sequence.row)
+    sequence.phase = Phase.DENSE
+    lay_out_again(manager, sequence, tail, change)
+
+
+def cut(manager: KVManager, sequence: Sequence, length: int) -> None:
+    """See `KVManager.crop`. No background work may run."""
+    if length == sequence.length:
+        return
+    rooms, config = manager.rooms, manager.config
+    sealed = length // config.block_size
+    tail = [layout.read_tail(rooms, sequence, layer, length) for layer in range(manager.shape.num_layers)]
+    with Change(manager, "crop", [sequence]) as change:
+        gone = sequence.pages[sealed:]
+        sequence.pages = sequence.pages[:sealed]
+        rooms.sets.set_pages(sequence.row, sealed, [])
+        rooms.arena.release(gone)
+        sequence.summarised = min(sequence.summarised, sealed)
+        sequence.length = length
+        if sequence.phase is not Phase.DENSE and length <= config.budget_tokens and not rooms.pool.lent:
+            _lay_out_dense(manager, sequence, tail, change)
+        else:
+            if rooms.pool.lent and length <= config.budget_tokens:
+                layout.become_unsettled(rooms, sequence)  # so that it chooses anew, and finds everything
+            rooms.sets.selected.trim(sequence.row, window_start(config, length))
+            lay_out_again(manager, sequence, tail, change, first=sealed)  # a dense one has its blocks in place
+        layout.trim(rooms, sequence)
+
+
+def lay_out_again(manager: KVManager, sequence: Sequence, tail: Tail, change: Change, first: int = 0) -> None:
+    """As `layout.lay_out`, within a change of the sequence, which is unsettled when this raises. A short one has no strips for
+    that, and is torn; but nothing of it has to be read, so only an interrupt or a lack of memory can come there."""
+    try:
+        layout.lay_out(manager.rooms, sequence, tail, first)
+    except BaseException:
+        if len(sequence.strips) >= manager.config.budget_blocks:
+            _lay_out_unsettled(manager, sequence, tail)
+            change.restored()
+        raise
+
+
+def _lay_out_unsettled(manager: KVManager, sequence: Sequence, tail: Tail) -> None:
+    """Only the tail block is on the device then, so that nothing has to be read."""
     layout.become_unsettled(manager.rooms, sequence)
     layout.lay_out(manager.rooms, sequence, tail)
 
 
-def become_dense(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor | None] | None = None) -> None:
-    """Lay a sequence that fits the budget out whole, in the strips it has. Raises `TierError` and leaves it unsettled."""
-    manager.drain()
-    tail = tail if tail is not None else _tail(manager, sequence)
-    manager.rooms.sets.selected.clear(sequence.row)
-    sequence.phase = Phase.DENSE
-    lay_out_again(manager, sequence, tail)
-
-
-def lay_out_again(manager: KVManager, sequence: Sequence, tail: list[torch.Tensor | None], first: int = 0) -> None:
-    """As `layout.lay_out`; a sequence whose blocks are lost is unsettled when this raises `TierError`."""
-    try:
-        layout.lay_out(manager.rooms, sequence, tail, first)
-    except TierError:
-        layout.become_unsettled(manager.rooms, sequence)
-        layout.lay_out(manager.rooms, sequence, tail)
-        raise
-
-
-def _tail(manager: KVManager, sequence: Sequence) -> list[torch.Tensor | None]:
+def _tail(manager: KVManager, sequence: Sequence) -> Tail:
     layers = range(manager.shape.num_layers)
     return [layout.read_tail(manager.rooms, sequence, layer, sequence.length) for layer in layers]
 
@@ -91,17 +133,27 @@ def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     if not any(has_candidates(manager.config, sequence) for sequence in sequences):
         return  # sequences of a lent pool may be this short; they settle again when there is something to choose
     fresh, before = not summary.fitted, manager.fitted_length
-    summary.fit(_samples(manager, sequences))
+    written = [(sequence, sequence.summarised) for sequence in manager.sequences]
+    for sequence, _ in written:
+        sequence.summarised = 0  # first, so that an interrupt leaves no summaries of one fit to be read by another
+    try:
+        summary.fit(_samples(manager, sequences))
+    except Exception as error:
+        for sequence, blocks in written:
+            sequence.summarised = blocks
+        if fresh or isinstance(error, OasisError):
+            raise
+        manager.fitted_length = longest  # the old fit serves until sequences are longer again
+        event(logging.WARNING, "refit-failed", tokens=longest, step=manager.step_number, error=error)
+        return
     manager.fitted_length = longest
     event(logging.INFO, "fit" if fresh else "refit", tokens=longest, tokens_before=before, step=manager.step_number)
     for sequence in manager.sequences:
-        sequence.summarised = 0
-    for sequence in manager.sequences:
-        if sequence.phase is Phase.SPARSE:
+        if sequence.phase is Phase.SPARSE and sequence.torn is None:
             try:
                 with manager.rooms.arena.impatient():
                     _summarise(manager, sequence)
-            except TierError:
+            except OasisError:
                 unsettle(manager, sequence)  # the step that uses it next tries again, and says what is lost
 
 

@@ -41,6 +41,7 @@ class SlotTable:
         durable: `(pages,)`, whose blocks are in the store, and may be evicted.
         state: `(num_layers, num_slots)`, a `SlotState` for each.
         touched: the most slots of a layer that were ever in use.
+        lease_epoch: counts how often all leases were dropped.
     """
 
     def __init__(self, num_layers: int, num_slots: int, kv_heads: int, unsettled: Callable[[int, int], bool]) -> None:
@@ -54,6 +55,7 @@ class SlotTable:
         self._owner = np.full((num_layers, num_slots), EMPTY, np.int64)
         self._used_at = np.zeros((num_layers, num_slots), np.int64)
         self._leases = np.zeros((num_layers, num_slots), np.int32)
+        self.lease_epoch = 0
         self._clock = PROTECTED_STEPS
         self._heads = kv_heads
         self._unsettled = unsettled
@@ -63,8 +65,9 @@ class SlotTable:
         have = self.slots.shape[1]
         if pages > have:
             more = max(pages, 2 * have) - have
+            # The one that is asked for its size comes last: an interrupt in between is made good by the next call.
+            self.durable = np.pad(self.durable[:have], (0, more))
             self.slots = np.pad(self.slots, ((0, 0), (0, more), (0, 0)), constant_values=EMPTY)
-            self.durable = np.pad(self.durable, (0, more))
 
     def begin_step(self) -> None:
         """What was used two steps ago may be evicted now."""
@@ -137,9 +140,10 @@ class SlotTable:
         np.add.at(self._leases[layer], slots, 1)
         self._used_at[layer, slots] = self._clock
 
-    def unlease(self, layer: int, slots: np.ndarray) -> None:
-        """Take `lease` back."""
-        np.subtract.at(self._leases[layer], slots, 1)
+    def unlease(self, layer: int, slots: np.ndarray, epoch: int) -> None:
+        """Take back what was leased in an epoch; nothing is left of that after `recover`."""
+        if epoch == self.lease_epoch:
+            np.subtract.at(self._leases[layer], slots, 1)
 
     def make_free(self, layer: int, count: int) -> bool:
         """Evict until `count` slots of a layer are free, the least recently used first; false if there are not so many."""
@@ -158,6 +162,28 @@ class SlotTable:
             self.let_go(layer, candidates)
         self.touched = max(self.touched, min(self.num_slots, self.num_slots - len(free) + count))
         return len(free) >= count
+
+    def recover(self, live: np.ndarray) -> None:
+        """Make the tables agree again, after a call that ended in the middle: where blocks are (`slots`) and what waits in
+        quarantine decides, and only pages that are `live`, `(pages,)`, have blocks. Nothing is being read into a slot."""
+        self.lease_epoch += 1
+        self._leases[:] = 0
+        self.slots[:, ~live] = EMPTY
+        self.durable[~live] = False
+        for layer, free in enumerate(self.free):
+            pages, heads = np.nonzero(self.slots[layer] >= 0)
+            held = self.slots[layer, pages, heads]
+            waiting = {slot for number, slot in self.quarantine if number == layer}
+            for slot in np.flatnonzero(self.state[layer] == SlotState.FILLING).tolist():
+                if slot not in waiting and self._unsettled(layer, slot):
+                    self.quarantine.append((layer, slot))
+                    waiting.add(slot)
+            self.state[layer] = SlotState.FREE
+            self.state[layer, sorted(waiting)] = SlotState.QUARANTINE
+            self.state[layer, held] = SlotState.READY
+            self._owner[layer] = EMPTY
+            self._owner[layer, held] = pages * self._heads + heads
+            free[:] = np.flatnonzero(self.state[layer] == SlotState.FREE)[::-1].tolist()
 
     def faults(self) -> list[str]:
         """What does not agree."""

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .change import Change
 from .decode import DecodeRows
-from .errors import InputError, StateError, TierError
+from .errors import ArenaExhausted, InputError, StateError, TierError, WorkerError
 from .prefill import PrefillRows
 from .room import make_room
 from .sequence import Phase, Sequence
+from .settling import cut
 from .types import MAX_STEP_ROWS
 
 if TYPE_CHECKING:
@@ -66,6 +68,12 @@ class Step:
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def pages(self) -> list[int]:
+        """That were taken for blocks which seal with the step, and belong to no sequence yet."""
+        pages = [page for prefill in self._prefills for page in prefill.pages]
+        return pages + (self._decode.pages if self._decode is not None else [])
 
     @property
     def next_layer(self) -> int:
@@ -155,7 +163,8 @@ class Step:
             ArenaExhausted: no room for a block that seals; with drafts only, since a certain step has taken it at its begin.
             WorkerError: background work failed.
 
-        After an error the step is still open: mend and commit again, or abort.
+        After one of these errors the step is still open: mend and commit again, or abort. Any other exception, an interrupt
+        for example, may come when some sequences have changed: those of the step then refuse to be used until they are freed.
         """
         self._check_live()
         if not self.complete:
@@ -171,32 +180,42 @@ class Step:
         by_sequence = {id(sequence): count for sequence, count in zip(self.sequences, kept, strict=True)}
         if self._prefills:
             self.manager.drain()
-        if self._decode is not None:
-            self._decode.prepare_commit([by_sequence[id(s)] for s in self._decode.sequences])
+        with Change(self.manager, "commit") as change:
+            if self._decode is not None:
+                try:
+                    self._decode.prepare_commit([by_sequence[id(s)] for s in self._decode.sequences])
+                except ArenaExhausted:
+                    change.restored()
+                    raise
+            with Change(self.manager, "commit", self.sequences):
+                self._commit(by_sequence)
+
+    def _commit(self, kept: dict[int, int]) -> None:
         self._finish()
         counters = self.manager.rooms.counters
         counters.add(steps=1)
         for prefill in self._prefills:
             prefill.commit()
             counters.add(prefilled_tokens=prefill.num_tokens)
-            dropped = prefill.num_tokens - by_sequence[id(prefill.sequence)]
+            dropped = prefill.num_tokens - kept[id(prefill.sequence)]
             if dropped:
                 # Cropped it is in any case. If it could not be laid out, the step that uses it next says so.
-                with suppress(TierError):
-                    self.manager.crop(prefill.sequence, prefill.sequence.length - dropped)
+                with suppress(TierError, WorkerError):
+                    cut(self.manager, prefill.sequence, prefill.sequence.length - dropped)
         if self._decode is not None:  # last, since it starts background work
-            counters.add(decoded_tokens=sum(by_sequence[id(s)] for s in self._decode.sequences))
+            counters.add(decoded_tokens=sum(kept[id(s)] for s in self._decode.sequences))
             self._decode.commit()
 
     def abort(self) -> None:
         """Forget the step: the sequences are as they were before it. Idempotent, also after `commit`."""
         if self._done:
             return
-        self._finish()
-        if self._decode is not None:
-            self._decode.abort()
-        for prefill in self._prefills:
-            prefill.abort()
+        with Change(self.manager, "abort", self.sequences):
+            self._finish()
+            if self._decode is not None:
+                self._decode.abort()
+            for prefill in self._prefills:
+                prefill.abort()
 
     def _finish(self) -> None:
         self._done = True

@@ -129,7 +129,7 @@ class StreamScheduler(TransferScheduler):
         try:
             with torch.no_grad():
                 self._enqueue(work, ticket)
-        except BaseException as error:  # noqa: BLE001 - it reaches the waiter
+        except Exception as error:  # noqa: BLE001 - it reaches the waiter
             ticket.error = ticket.error or error
         finally:
             # After an error too: some stages may have been enqueued, and the foreground must not overtake them.

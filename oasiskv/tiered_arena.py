@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -152,15 +153,33 @@ class TieredArena(Arena):
         """As `Arena.release`."""
         with self._lock:
             freed = super().release(pages)
-            durable = self._table.durable[freed].tolist()
             self._table.forget(freed)
-            for page, stored in zip(freed, durable, strict=True):
-                segment, _ = self._segments.pop(page, (None, 0))
-                if segment is not None:
-                    segment.live -= 1
-                    if not segment.live:
-                        self._writer.forget(segment, stored)
+            self._leave_segments(freed)
         return freed
+
+    def _leave_segments(self, pages: list[int]) -> None:
+        """Pages hold no block of their segments any more; one that has lost all of its pages is deleted. The lock is held."""
+        for page in pages:
+            segment, _ = self._segments.get(page, (None, 0))
+            if segment is not None:
+                segment.live -= 1
+                if not segment.live and not segment.forgotten:
+                    segment.forgotten = True
+                    self._writer.forget(segment)
+                del self._segments[page]
+
+    def recover(self, holders: Mapping[int, int]) -> None:
+        """As `Arena.recover`. The writer goes on meanwhile."""
+        with self._lock:
+            super().recover(holders)
+            live = np.zeros(len(self._table.durable), bool)
+            live[list(holders)] = True
+            self._table.recover(live)
+            for segment, count in Counter(segment for segment, _ in self._segments.values()).items():
+                segment.live = count
+            self._leave_segments([page for page in self._segments if page not in holders])
+            for segment in {segment for segment, _ in self._segments.values()}:
+                self._writer.submit(segment)  # unless it was
 
     def _view(self, layer: int, slot: int) -> memoryview:
         size = self.layout.slot_bytes
@@ -197,7 +216,7 @@ class TieredArena(Arena):
             own = [page for page in segment.pages if self._segments.get(page, (None, 0))[0] is segment]
             self._table.durable[own] = True
             if not own:
-                self._writer.forget(segment, True)
+                self._writer.forget(segment)
 
     # Coming back
 
@@ -223,7 +242,8 @@ class TieredArena(Arena):
         """As `Arena.lease`. Reads what is not in memory, and waits for it."""
         wanted = pages.cpu().numpy()
         held: list[np.ndarray] = []
-        lease = SlotLease(pages, lambda: self._unlease(layer, held))
+        epoch = self._table.lease_epoch
+        lease = SlotLease(pages, lambda: self._unlease(layer, held, epoch))
         with self._lock:
             slots = self._table.find(layer, wanted)
             self._hold(layer, slots, held)
@@ -243,10 +263,10 @@ class TieredArena(Arena):
         self._table.lease(layer, found)
         held.append(found)
 
-    def _unlease(self, layer: int, held: list[np.ndarray]) -> None:
+    def _unlease(self, layer: int, held: list[np.ndarray], epoch: int) -> None:
         with self._lock:
             for slots in held:
-                self._table.unlease(layer, slots)
+                self._table.unlease(layer, slots, epoch)
 
     def _bring(self, layer: int, owners: np.ndarray, held: list[np.ndarray]) -> np.ndarray:
         """Read blocks into slots of the arena, as many as there is room for; where each is then, or `EMPTY`."""
