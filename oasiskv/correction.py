@@ -44,7 +44,9 @@ class Correction:
         """As `ops.corrected_attention`, and count what it reports: queries `(S, R, query_heads, head_dim)` over the blocks of
         sinks and ring, and block logits of the sparse sequences `(M, R, query_heads, N)`."""
         rooms, sparse = self._rooms, self._sparse
-        with rooms.sets.selected.held(layer) as (selected, there):
+        tables = rooms.sets.selected
+        with tables.locks[layer]:
+            selected, there = tables.blocks[layer], tables.slots[layer]
             lease = self._bring(layer, logits, selected[sparse.rows]) if rooms.arena.tiered else None
             output, counts = ops.corrected_attention(
                 queries,

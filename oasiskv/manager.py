@@ -122,7 +122,7 @@ class KVManager:
         self._free_rows: list[int] = []
         self.adoptions: list[Adoption] = []
         self.open_changes = 0
-        self._open: Step | None = None
+        self.open_step: Step | None = None
         self._closed = False
 
     # Sequences
@@ -331,7 +331,7 @@ class KVManager:
             TierError: blocks that a sequence needs to turn sparse are lost, or the tier store fails.
         """
         self._check_open()
-        if self._open is not None:
+        if self.open_step is not None:
             raise StateError("another step is open; commit or abort it first")
         drafts = list(num_drafts) if num_drafts is not None else [0] * len(sequences)
         reads = list(prompt) if prompt is not None else [False] * len(sequences)
@@ -353,8 +353,7 @@ class KVManager:
             self.step_number += 1
             self.rooms.arena.begin_step()
             make = Step if self._trace is None else partial(TracedStep, self._trace)
-            self._open = make(self, list(sequences), list(num_tokens), drafts, reads)
-        return self._open
+            return make(self, list(sequences), list(num_tokens), drafts, reads)
 
     def list_free_rows(self) -> None:
         """Rows of the tables that no sequence has are free."""
@@ -364,20 +363,10 @@ class KVManager:
         """A sequence whose handle nobody has is no more; `repair` counts what it held as free."""
         del self._sequences[sequence.row]
 
-    def close_step(self, step: Step) -> None:
-        """Called by a step when it is committed or aborted."""
-        if self._open is step:
-            self._open = None
-
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
-
-    @property
-    def open_step(self) -> Step | None:
-        """The step that is neither committed nor aborted."""
-        return self._open
 
     def prompt_piece(self, most: int) -> int:
         """Tokens of a prompt to read in one step: `most`, or what fits a third of an arena above a tier store, so that blocks
@@ -463,8 +452,8 @@ class KVManager:
             return
         self._closed = True
         self.rooms.arena.give_up()
-        if self._open is not None:
-            self._open.abort()
+        if self.open_step is not None:
+            self.open_step.abort()
         self.scheduler.close()
         for pending in list(self.adoptions):
             pending.abort()
@@ -500,5 +489,5 @@ class KVManager:
 
     def _check_idle(self, sequence: Sequence, torn: bool = False) -> None:
         self._check_alive(sequence, torn)
-        if self._open is not None and any(sequence is other for other in self._open.sequences):
+        if self.open_step is not None and any(sequence is other for other in self.open_step.sequences):
             raise StateError("the sequence takes part in the open step; commit or abort the step first")

@@ -8,8 +8,7 @@ the same for all layers, heads and steps, so a head that attends to few blocks l
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -39,6 +38,7 @@ class Selected:
         blocks: `(rows, kv_heads, places)`, `EMPTY` where nothing is selected.
         stamps: the step at which each block last was wanted.
         slots: of the pool, where each place's block lies; `EMPTY` where it has none.
+        locks: one per layer, which keeps the tables from changing.
     """
 
     def __init__(self, shape: ModelShape, config: OasisConfig) -> None:
@@ -49,13 +49,14 @@ class Selected:
         self.blocks = [empty.clone() for _ in layers]
         self.stamps = [empty.clone() for _ in layers]
         self.slots = [empty.clone() for _ in layers]
-        self._locks = [threading.Lock() for _ in layers]
+        self.locks = [threading.Lock() for _ in layers]
 
     def reserve_rows(self, rows: int) -> None:
         """Make room for `rows` sequences. No background work may run."""
-        self.blocks = [taller(table, rows, EMPTY) for table in self.blocks]
-        self.stamps = [taller(table, rows, 0) for table in self.stamps]
-        self.slots = [taller(table, rows, EMPTY) for table in self.slots]
+        blocks = [taller(table, rows, EMPTY) for table in self.blocks]
+        stamps = [taller(table, rows, 0) for table in self.stamps]
+        slots = [taller(table, rows, EMPTY) for table in self.slots]
+        self.blocks, self.stamps, self.slots = blocks, stamps, slots  # all of one height, whatever interrupts this
 
     def clear(self, row: int) -> None:
         """Forget the selected blocks of a sequence, and its slots."""
@@ -98,22 +99,16 @@ class Selected:
 
     def read(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected blocks of some sequences and the slots they lie in, `(S, kv_heads, places)` each."""
-        with self.held(layer) as (table, slots):
-            blocks, there = table[rows], slots[rows]
+        with self.locks[layer]:
+            blocks, there = self.blocks[layer][rows], self.slots[layer][rows]
         return blocks, torch.where(blocks >= 0, there, EMPTY)
-
-    @contextmanager
-    def held(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The tables of blocks and of slots themselves, kept from changing meanwhile."""
-        with self._locks[layer]:
-            yield self.blocks[layer], self.slots[layer]
 
     def give_up(
         self, layer: int, rows: torch.Tensor, kept: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take blocks out of the table before their slots are overwritten: `ops.select` chose `kept` and `places`. Returns the
         places that are filled now, and their slots, `(S, kv_heads, K)` each."""
-        with self._locks[layer]:
+        with self.locks[layer]:
             places = self._exchange(layer, rows, kept, places)
             slots = ops.mark_places(self.blocks[layer], self.slots[layer], rows, kept, places)
         return places, slots
@@ -128,7 +123,7 @@ class Selected:
         stamps: torch.Tensor,
     ) -> None:
         """List blocks `(S, kv_heads, K)` that are in the slots of their places now, beside those that were kept."""
-        with self._locks[layer]:
+        with self.locks[layer]:
             ops.publish_blocks(self.blocks[layer], self.stamps[layer], rows, kept, places, blocks, stamps)
 
     def _exchange(self, layer: int, rows: torch.Tensor, kept: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -163,9 +158,8 @@ class SharedSelected(Selected):
 
     def reserve_rows(self, rows: int) -> None:
         super().reserve_rows(rows)
-        self.floors = taller(self.floors, rows, 0)
-        self.free = taller(self.free, rows, EMPTY)
-        self.free_count = taller(self.free_count, rows, 0)
+        floors, free, count = taller(self.floors, rows, 0), taller(self.free, rows, EMPTY), taller(self.free_count, rows, 0)
+        self.floors, self.free, self.free_count = floors, free, count
 
     def clear(self, row: int) -> None:
         super().clear(row)

@@ -38,7 +38,6 @@ class Step:
         self.certain = not any(num_drafts)
         self._min_accepted = [tokens - drafts for tokens, drafts in zip(num_tokens, num_drafts, strict=True)]
         self._next_layer = 0
-        self._done = False
         self._total = sum(num_tokens)
         decoding = [
             sequence.length > 0 and not reads and tokens <= MAX_STEP_ROWS and (tokens == 1 or drafts > 0)
@@ -50,8 +49,9 @@ class Step:
         self._decode: DecodeRows | None = None
         self._prefills: list[PrefillRows] = []
         members = [number for number, flag in enumerate(decoding) if flag]
-        dense = make_room(manager, sequences, num_tokens, num_drafts, decoding)
+        manager.open_step = self  # from here on what it takes counts as taken, see `repair`
         try:
+            dense = make_room(manager, sequences, num_tokens, num_drafts, decoding)
             for number, flag in enumerate(decoding):
                 if not flag:
                     rows = PrefillRows(manager, sequences[number], offsets[number], num_tokens[number], dense[number])
@@ -191,7 +191,7 @@ class Step:
                 self._commit(by_sequence)
 
     def _commit(self, kept: dict[int, int]) -> None:
-        self._finish()
+        self.manager.open_step = None
         counters = self.manager.rooms.counters
         counters.add(steps=1)
         for prefill in self._prefills:
@@ -211,15 +211,15 @@ class Step:
         if self._done:
             return
         with Change(self.manager, "abort", self.sequences):
-            self._finish()
+            self.manager.open_step = None
             if self._decode is not None:
                 self._decode.abort()
             for prefill in self._prefills:
                 prefill.abort()
 
-    def _finish(self) -> None:
-        self._done = True
-        self.manager.close_step(self)
+    @property
+    def _done(self) -> bool:
+        return self.manager.open_step is not self
 
     def _check_live(self) -> None:
         if self._done:

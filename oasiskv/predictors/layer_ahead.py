@@ -77,10 +77,10 @@ class LayerAhead(Lookahead):
 
     def reserve_rows(self, count: int) -> None:
         size = (count, self.shape.query_heads, self.shape.head_dim)
-        old = self._errors
-        self._errors = [torch.zeros(size, device=self.shape.device) for _ in range(self.shape.num_layers)]
-        for table, before in zip(self._errors, old, strict=False):
+        errors = [torch.zeros(size, device=self.shape.device) for _ in range(self.shape.num_layers)]
+        for table, before in zip(errors, self._errors, strict=False):
             table[: before.shape[0]] = before
+        self._errors = errors
 
     def clear_row(self, row: int) -> None:
         for table in self._errors:
