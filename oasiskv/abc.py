@@ -59,7 +59,8 @@ class KeySummary(ABC):
     def fit(self, samples: Iterable[KeySample]) -> None:  # noqa: B027 - optional hook
         """Set the parameters from the keys of all layers, which come one at a time so that one layer is staged at most.
 
-        May be called again, for texts that are much longer than before; all pages are written anew afterwards.
+        May be called again, for texts that are much longer than before; all pages are written anew afterwards. An exception
+        must leave the parameters as they were. Keys are finite.
         """
 
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 from . import layout
 from .change import Change
 from .errors import ArenaExhausted, InputError, StateError
+from .finite import all_finite, finite_rows
 from .lent_pool import LentPool
 from .sequence import Phase, Sequence
 
@@ -41,6 +42,7 @@ class Adoption:
         self._index = torch.tensor(self.pages, dtype=torch.int64)
         self._missing = set(range(manager.shape.num_layers))
         self._writing: set[int] = set()
+        self._finite = True
         self._quiet = threading.Condition()
 
     def write(self, layer: int, blocks: torch.Tensor) -> None:
@@ -59,6 +61,8 @@ class Adoption:
         written = False
         try:
             self._manager.rooms.arena.write(layer, self._index, blocks)
+            if layer == shape.num_layers - 1:
+                self._finite = all_finite(blocks)
             written = True
         finally:
             with self._quiet:
@@ -83,6 +87,7 @@ class Adoption:
             rooms.sets.set_pages(sequence.row, len(self._before), pages)
             rooms.arena.sealed(sequence.pages, len(self._before))
             sequence.length = len(sequence.pages) * rooms.config.block_size
+            sequence.finite &= self._finite
         rooms.counters.add(stored_blocks=len(pages) * rooms.shape.kv_heads * rooms.shape.num_layers)
 
     def abort(self) -> None:
@@ -169,7 +174,7 @@ def branch(manager: KVManager, sequence: Sequence, length: int, create: Callable
     child.pages = sequence.pages[: length // size]
     child.length = length
     child.summarised = min(sequence.summarised, len(child.pages))
-    child.acceptance = sequence.acceptance
+    child.acceptance, child.finite = sequence.acceptance, sequence.finite
     rooms.arena.share(child.pages)
     rooms.sets.set_pages(child.row, 0, child.pages)
     for recent in rooms.sets.recent:
@@ -192,7 +197,7 @@ def observe(
         own = queries[start : start + count]
         start += count
         if count > 1 or not rooms.summary.fitted:  # as for prompts, and for what decodes
-            rooms.summary.observe(layer, own, torch.arange(first, first + count, device=own.device))
+            rooms.summary.observe(layer, finite_rows(own), torch.arange(first, first + count, device=own.device))
         rooms.sets.remember_queries(layer, torch.full((1,), sequence.row, device=own.device), own[None])
 
 

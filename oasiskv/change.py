@@ -20,8 +20,8 @@ class Change:
     An exception that leaves it, an interrupt included, leaves them *torn*: every call but `KVManager.free` refuses a torn
     sequence. Code that restores the sequences before it raises says so with `restored`.
 
-    After any exception that does not follow `restored`, the manager counts strips, pages and rows anew before its next call; see
-    `repair`. For that, a change allocates before it lists, and unlists before it releases: what no sequence lists is free.
+    After any exception that does not follow `restored`, the manager counts strips, pages and rows anew before its next call
+    (`repair`). For that, a change allocates before it lists, and unlists before it releases: what no sequence lists is free.
 
     Args:
         name: of the call, for the message of the refusal.

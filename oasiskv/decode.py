@@ -10,6 +10,7 @@ import torch
 
 from . import layout, ops
 from .correction import Correction
+from .finite import finite_rows
 from .log import event
 from .predictors.lookahead import likely_rows
 from .refresh import LayerIndex, Refresh, SparseRows, load_limits
@@ -267,7 +268,7 @@ class DecodeRows:
             kept, positions, rows = queries[self._dense_members], self._positions[self._dense_members], self._dense_rows
         self._rooms.sets.remember_queries(layer, rows, kept[:, :1])
         if not self._rooms.summary.fitted:
-            self._rooms.summary.observe(layer, kept[:, 0], positions[:, 0])
+            self._rooms.summary.observe(layer, finite_rows(kept[:, 0]), positions[:, 0])
 
     def _pad(self, packed: torch.Tensor) -> torch.Tensor:
         """`(num_rows, ...)` to `(S, R, ...)`."""

@@ -17,7 +17,7 @@ from .adoption import Adoption
 from .arena import Arena
 from .change import Change
 from .config import OasisConfig
-from .errors import InputError, IntegrityError, OasisError, StateError
+from .errors import InputError, IntegrityError, StateError
 from .integrity import check_integrity
 from .log import event
 from .metrics import Counters, Stats
@@ -32,7 +32,7 @@ from .streams import StreamScheduler
 from .trace import Trace
 from .traced import TracedScheduler, TracedStep
 from .types import ModelShape
-from .working_set import WorkingSets, window_start
+from .working_set import WorkingSets
 
 if TYPE_CHECKING:
     from .tiers.abc import TierStore
@@ -196,7 +196,7 @@ class KVManager:
         strips = room.take(self, len(sequence.strips), keep=sequence)
         child = self._new()
         child.length, child.phase, child.summarised = sequence.length, sequence.phase, sequence.summarised
-        child.acceptance = sequence.acceptance
+        child.acceptance, child.finite = sequence.acceptance, sequence.finite
         child.pages, child.strips = list(sequence.pages), strips
         rooms.arena.share(child.pages)
         rooms.sets.set_strips(child.row, strips)

@@ -60,12 +60,14 @@ class Counters:
                 self._add_up(kind)
 
     def _add_up(self, kind: str) -> None:
-        """Sums, maxima and number of rows of a kind, `(3, columns)`."""
+        """Sums, maxima and number of rows of a kind, `(3, columns)`. The coverage of a text that is not finite is left out."""
         kept = self._rows[kind]
         if not kept:
             return
         rows = torch.cat(kept).double()
-        found = torch.stack([rows.sum(0), rows.amax(0), torch.full_like(rows[0], len(rows))])
+        finite = rows.isfinite()
+        rows = rows.where(finite, 0.0)
+        found = torch.stack([rows.sum(0), rows.amax(0), finite.sum(0).double()])
         if (before := self._sums.get(kind)) is not None:
             found = torch.stack([before[0] + found[0], torch.maximum(before[1], found[1]), before[2] + found[2]])
         self._sums[kind] = found

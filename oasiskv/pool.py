@@ -10,7 +10,6 @@ from . import huge_pages
 from .errors import ConfigError, PoolExhausted
 from .types import EMPTY, ModelShape
 
-
 _POISON = 0xFF
 """In every byte it makes a NaN that no arithmetic gives, in each floating-point format."""
 

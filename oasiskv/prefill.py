@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from .finite import all_finite, finite_rows
 from .layout import become_unsettled, lay_out, pool_slots, read_kv, trim
 from .sequence import Sequence
 
@@ -34,6 +35,7 @@ class PrefillRows:
         self._positions = torch.arange(sequence.length, self._length, device=manager.shape.device)
         last = -(-self._length // size)
         self._slots = pool_slots(manager.rooms, sequence.strips[self._first : last]) if dense else None
+        self._finite = True
         self._tails: list[torch.Tensor | None] = [None] * manager.shape.num_layers
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -46,7 +48,9 @@ class PrefillRows:
         output = causal_attention(queries.transpose(0, 1), both[0], both[1], past, scale)
         self._store(layer, both)
         rooms = manager.rooms
-        rooms.summary.observe(layer, queries, self._positions)
+        rooms.summary.observe(layer, finite_rows(queries), self._positions)
+        if layer == rooms.shape.num_layers - 1:
+            self._finite = all_finite(both[:, :, past:])
         rooms.sets.remember_queries(layer, torch.full((1,), sequence.row, device=queries.device), queries[None])
         return output.transpose(0, 1)
 
@@ -80,6 +84,7 @@ class PrefillRows:
         manager.rooms.sets.set_pages(sequence.row, self._first, pages)
         manager.rooms.arena.sealed(sequence.pages, self._first)
         sequence.length = self._length
+        sequence.finite &= self._finite
         if self._slots is None:
             # A sparse sequence chooses anew: what the new text looks at may be anywhere.
             become_unsettled(manager.rooms, sequence)

@@ -39,6 +39,7 @@ class Sequence:
         strips: pool strips, by place.
         summarised: sealed blocks whose summaries are written, counted from the first.
         acceptance: how likely a draft token is accepted if those before it were, by the steps so far.
+        finite: whether keys and values of the last layer are finite; if not, the summary is not fitted on this sequence.
         torn: the call that ended in the middle and left the sequence half changed; `None` if it is whole.
     """
 
@@ -49,6 +50,7 @@ class Sequence:
     strips: list[int] = field(default_factory=list)
     summarised: int = 0
     acceptance: float = 0.5
+    finite: bool = True
     torn: str | None = None
 
     def learn_acceptance(self, accepted: int, drafts: int) -> None:

@@ -125,19 +125,22 @@ def _tail(manager: KVManager, sequence: Sequence) -> Tail:
 
 def _fit(manager: KVManager, sequences: list[Sequence]) -> None:
     """Fit the summary if it never was, or if these sequences are much longer than those it was fitted on: keys at
-    positions that a fit has not seen are coded badly. A new fit writes all summaries anew."""
-    longest = max(sequence.length for sequence in sequences)
-    summary = manager.rooms.summary
-    if summary.fitted and (manager.fitted_length is None or longest < summary.serves * manager.fitted_length):
+    positions that a fit has not seen are coded badly. A new fit writes all summaries anew.
+
+    Sequences with values that are not finite are no sample. Where there are no others, the summary is fitted on noise until
+    there are."""
+    summary, sound = manager.rooms.summary, [sequence for sequence in sequences if sequence.finite]
+    if summary.fitted and not _outgrown(manager, sound):
         return
     if not any(has_candidates(manager.config, sequence) for sequence in sequences):
         return  # sequences of a lent pool may be this short; they settle again when there is something to choose
+    longest = max((sequence.length for sequence in sound), default=0)
     fresh, before = not summary.fitted, manager.fitted_length
     written = [(sequence, sequence.summarised) for sequence in manager.sequences]
     for sequence, _ in written:
         sequence.summarised = 0  # first, so that an interrupt leaves no summaries of one fit to be read by another
     try:
-        summary.fit(_samples(manager, sequences))
+        summary.fit(_samples(manager, sound) if sound else _noise(manager))
     except Exception as error:
         for sequence, blocks in written:
             sequence.summarised = blocks
@@ -162,13 +165,19 @@ def has_candidates(config: OasisConfig, sequence: Sequence) -> bool:
     return window_start(config, sequence.length) > config.sink_blocks
 
 
+def _outgrown(manager: KVManager, sequences: list[Sequence]) -> bool:
+    """Whether some sequence is much longer than those that the summary was fitted on."""
+    longest = max((sequence.length for sequence in sequences), default=0)
+    return manager.fitted_length is not None and 0 < longest >= manager.rooms.summary.serves * manager.fitted_length
+
+
 def refit_outgrown(manager: KVManager, sequences: list[Sequence]) -> None:
     """Fit the summary anew if a sparse sequence has grown far beyond what it was fitted on. A pause, at every half more of its
     length: all sealed keys of the sparse sequences are read and digested again."""
-    longest = max((sequence.length for sequence in sequences if sequence.phase is Phase.SPARSE), default=0)
-    if manager.fitted_length is not None and longest >= manager.rooms.summary.serves * manager.fitted_length:
+    sparse = [sequence for sequence in sequences if sequence.phase is Phase.SPARSE and sequence.finite]
+    if _outgrown(manager, sparse):
         manager.drain()
-        _fit(manager, [sequence for sequence in sequences if sequence.phase is Phase.SPARSE])
+        _fit(manager, sparse)
 
 
 def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySample]:
@@ -181,6 +190,14 @@ def _samples(manager: KVManager, sequences: list[Sequence]) -> Iterator[KeySampl
         keys = [layout.sealed_keys(manager.rooms, sequence, layer, first, len(sequence.pages)) for sequence in sequences]
         flat = [part.transpose(0, 1).flatten(1, 2) for part in keys]
         yield KeySample(layer, torch.cat(flat, dim=1).float(), positions)
+
+
+def _noise(manager: KVManager) -> Iterator[KeySample]:
+    shape, tokens = manager.shape, 4 * manager.shape.head_dim
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(shape.num_layers):
+        keys = torch.randn((shape.kv_heads, tokens, shape.head_dim), generator=generator)
+        yield KeySample(layer, keys.to(shape.device), torch.arange(tokens, device=shape.device))
 
 
 def _summarise(manager: KVManager, sequence: Sequence) -> None:

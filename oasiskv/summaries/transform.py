@@ -13,6 +13,7 @@ What selection needs of a key is the logit that a query will give it, so the cod
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 from .. import ops
 from ..abc import KeySample, KeySummary
 from ..config import OasisConfig
+from ..log import event
 from ..types import ModelShape
 from .calibration import Calibration, Moments
 from .growing import grown
@@ -131,15 +133,16 @@ class Transform(KeySummary):
         variances = torch.stack([variance for _, _, _, variance in transforms])
         budget = self._nibbles_per_head * variances.shape[0] * variances.shape[1]
         layouts = water_fill(variances.cpu(), budget)
-        self._books = [
+        books = [
             self._book(mean, encode, decode, layout)
             for (mean, encode, decode, _), layout in zip(transforms, layouts, strict=True)
         ]
         half = self.config.block_size // 2
         pages = self._codes[0].shape[0] if self._codes else 0
-        self._codes = [
+        codes = [
             torch.zeros((pages, layout.num_nibbles, half), dtype=torch.uint8, device=self.shape.device) for layout in layouts
         ]
+        self._books, self._codes = books, codes  # together, whatever interrupts a fit
 
     def _transform(
         self, moments: Moments, query_start: int, horizon: int
@@ -153,11 +156,11 @@ class Transform(KeySummary):
         metric = rotate_moment(moments.query_second.double(), rotary, query_start, horizon) * weights * weights[:, None]
         ridge = RIDGE * metric.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
         metric = metric + ridge[:, None, None] * torch.eye(metric.shape[1], dtype=torch.float64, device=metric.device)
-        scales, axes = torch.linalg.eigh(metric)
+        scales, axes = _eigh(metric)
         scales = scales.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
         root = axes * scales[:, None] @ axes.transpose(1, 2)
         inverse = axes / scales[:, None] @ axes.transpose(1, 2)
-        variance, basis = torch.linalg.eigh(root @ covariance @ root)
+        variance, basis = _eigh(root @ covariance @ root)
         variance, basis = variance.flip(-1).clamp(min=torch.finfo(torch.float32).tiny), basis.flip(-1)
         deviation = variance.sqrt()
         encode = (root @ basis) / deviation[:, None]
@@ -212,3 +215,15 @@ class Transform(KeySummary):
     def device_bytes(self) -> int:
         held = [*self._moments, *self._codes, *(tensor for book in self._books for tensor in book.tensors())]
         return sum(tensor.numel() * tensor.itemsize for tensor in held)
+
+
+def _eigh(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch.linalg.eigh` of `(heads, D, D)`. Where it does not converge, the axes stay as they are: components are then
+    correlated, and a code of the same size ranks less well."""
+    try:
+        values, axes = torch.linalg.eigh(matrices)
+    except RuntimeError as error:  # torch's LinAlgError
+        event(logging.WARNING, "fit-without-axes", heads=len(matrices), error=error)
+        values, order = matrices.diagonal(dim1=1, dim2=2).nan_to_num(0.0, 0.0, 0.0).sort()
+        axes = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)[order].mT
+    return values, axes

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import anyio
 
-from ..errors import InputError, OasisError, StateError, TierUnavailable
+from ..errors import InputError, OasisError, StateError, TierUnavailable, WorkerError
 from .abc import TierStore
 from .breaker import Breaker
 from .lane_calls import LaneCalls
@@ -97,13 +97,19 @@ class TierLane:
                 another 0.05 s to let go of the buffers.
             InputError: reads that the store does not take.
             StateError: the lane is closed, or was meanwhile.
-            WorkerError: a store that raises what it should not.
+            WorkerError: a store that raises what it should not, or answers with anything but an `Outcome` per read.
         """
 
         async def load() -> list[Outcome]:
             outcomes: list[Outcome] = []
             for part in self._batches(reads):
-                outcomes += await self._store.load(part)
+                outcomes += _answers("load", await self._store.load(part), Outcome, len(part))
+            return outcomes
+
+        def load_here(load_blocking: Callable[[Sequence[Read]], list[Outcome]]) -> list[Outcome]:
+            outcomes: list[Outcome] = []
+            for part in self._batches(reads):
+                outcomes += _answers("load_blocking", load_blocking(part), Outcome, len(part))
             return outcomes
 
         if not reads:
@@ -112,7 +118,7 @@ class TierLane:
         if here is None:
             outcomes = self._wait(load, reads[0].key, [read.into for read in reads], timeout_s)
         else:
-            outcomes = self._guarded(lambda: [outcome for part in self._batches(reads) for outcome in here(part)], reads[0].key)
+            outcomes = self._guarded(partial(load_here, here), reads[0].key)
         found = {outcome: outcomes.count(outcome) for outcome in Outcome}
         self._count(
             hits=found[Outcome.HIT],
@@ -127,7 +133,7 @@ class TierLane:
         """Which segments could be read now. Raises as `load` does."""
 
         async def contains() -> list[bool]:
-            return await self._store.contains(keys)
+            return _answers("contains", await self._store.contains(keys), bool, len(keys))
 
         return self._wait(contains, keys[0], [], timeout_s) if keys else []
 
@@ -261,6 +267,10 @@ class TierLane:
                 self._trip(key)
             self._count(failed_loads=1, load_s=perf_counter() - begin)
             raise
+        except Exception as error:
+            self._trip(key)
+            self._count(failed_loads=1, load_s=perf_counter() - begin)
+            raise WorkerError.of("the tier store", error) from error
         self._breaker.answered()
         self._count(load_s=perf_counter() - begin)
         return result
@@ -284,6 +294,16 @@ class TierLane:
     def _trip(self, key: SegmentKey) -> None:
         if self._breaker.trip():
             self._thread.post(self._thread.start, self._probe.run, key)
+
+
+def _answers(method: str, answers: object, kind: type[T], count: int) -> list[T]:
+    """What a store has answered, if that is as many of a kind as it was asked for. Raises `WorkerError`."""
+    if isinstance(answers, list) and len(answers) == count and all(isinstance(answer, kind) for answer in answers):
+        return answers
+    raise WorkerError(
+        f"TierStore.{method} answered {answers!r:.200}; it must be a list of {count} {kind.__name__}, one per "
+        f"{'segment' if method == 'contains' else 'read'}: a fault of the store"
+    )
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-
 _UNDIVIDED = ("__exit__", "release", "setprofile")
 """Python lets no signal come between the end of a `with` block and the release of its lock. The last is our own."""
 

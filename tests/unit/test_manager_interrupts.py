@@ -1,18 +1,15 @@
 """Ctrl-C at every function entry of every call: a sequence is as before, or as after, or refuses to be used until it is freed;
 others are not touched; nothing leaks. The right outputs come from naive attention over what the driver remembers."""
 
-import contextlib
-
 import pytest
-import torch
 
 from oasiskv import KVManager
 from oasiskv.errors import StateError
 from oasiskv.tiers import SegmentLayout
 from oasiskv.tiers.memory import MemoryStore
 
-from .driver import PAGE_BYTES, SHAPE, STRIP_BYTES, Driver, Part, close_to, tiny
-from .interrupts import Interrupt, interrupted
+from .driver import PAGE_BYTES, SHAPE, Driver, Part, close_to, tiny
+from .interrupts import interrupted
 
 
 def plain(**changes):
@@ -218,7 +215,7 @@ def test_an_interrupt_at_any_function_entry_harms_nothing(prepare, make):
     at, places, torn = 1, 0, 0
     while True:
         scene = Scene(make)
-        bystander = scene.sparse(50)
+        scene.sparse(50)  # a bystander
         try:
             call = prepare(scene)
             reached = interrupted(call, at)
