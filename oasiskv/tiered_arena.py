@@ -249,7 +249,11 @@ class TieredArena(Arena):
             self._hold(layer, slots, held)
         absent = (wanted >= 0) & (slots < 0)
         if absent.any():
-            slots[absent] = self._bring(layer, self._owners(wanted)[absent], held)
+            try:
+                slots[absent] = self._bring(layer, self._owners(wanted)[absent], held)
+            except BaseException:
+                lease.end()  # now, and not when the exception is forgotten, whose traceback has it
+                raise
         lease.slots = torch.from_numpy(slots).to(pages.device)
         return lease
 
