@@ -51,6 +51,13 @@ def continued(model, cache, batch):
     return torch.cat([read(model, cache, part) for part in prompt(batch, 3, seed=17).split([1, 2], dim=1)])
 
 
+def stop_recording(cache):
+    """As transformers does after generation. Some versions cannot record over two forwards without a crop in between."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
+
+
 def outcome(call, *arguments):
     """What a call returns, or what it raises."""
     try:

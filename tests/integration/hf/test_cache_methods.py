@@ -278,7 +278,7 @@ def test_reset(model):
         read(model, cache, prompt(2, 30))
         cache.activate_past_recording()
         cache.reset()
-        assert (cache.get_seq_length(), cache.is_initialized, cache.is_recording_past(0)) == (0, False, False)
+        assert (cache.get_seq_length(), cache.is_initialized, cache.layers[0].record_past) == (0, False, False)
         assert cache.manager.sequences == []
         torch.testing.assert_close(continued(model, cache, 3), continued(model, stock_cache(model), 3), atol=1e-3, rtol=0)
 

@@ -9,7 +9,7 @@ from oasiskv.adapters.hf import OasisCache
 from oasiskv.errors import StateError
 
 from .families import DEVICE, prompt
-from .judge import HYBRIDS, WIDE, as_stock, continued, read, stock_cache
+from .judge import HYBRIDS, WIDE, as_stock, continued, read, stock_cache, stop_recording
 
 WINDOW = 32
 """Of the sliding layers."""
@@ -69,9 +69,11 @@ def test_crop_after_recording(model, length, removed):
         if (recurrent and removed) or (not sliding and length - removed < KERNEL):
             with pytest.raises(StateError, match="recurrent state" if recurrent else "inputs of its convolution only"):
                 cache.crop(-removed)
+            cache.crop(0)
             removed = 0
         else:
             cache.crop(-removed)
+        stop_recording(cache)
         assert cache.get_seq_length() == length - removed
         assert_holds(model, cache, ids[:, : length - removed])
 
@@ -87,6 +89,7 @@ def test_a_crop_beyond_what_was_recorded(sliding):
         with pytest.raises(StateError, match=r"holds 35 tokens, and needs 31 behind the 6 that are removed"):
             cache.crop(-6)
         cache.crop(-4)
+        stop_recording(cache)
         assert_holds(sliding, cache, ids[:, :-4])
 
 
