@@ -254,14 +254,17 @@ class OasisCache(ChangingCache):
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
         self._shared.finish_step()
         self._batch.check_whole()
-        if not self._batch.sequences:
-            self._batch.create(batch)
         counts = [rows] * batch
         self._select = None
         if mask is not None:
-            counts = self._unpadded(self._whole(mask, rows), rows)
+            mask = self._whole(mask, batch, rows)
+            lengths = [sequence.length for sequence in self._batch.sequences] or [0] * batch
+            if any(length < self.columns for length in lengths) or not bool(mask.all()):
+                counts = self._unpadded(mask, lengths, rows)
             if any(count < rows for count in counts):
-                self._select = mask[:, -rows:].bool()
+                self._select = mask[:, -rows:]
+        if not self._batch.sequences:
+            self._batch.create(batch)
         running = [(sequence, count) for sequence, count in zip(self._batch.sequences, counts, strict=True) if count]
         self._running = [sequence for sequence, _ in running]
         tokens = [count for _, count in running]
@@ -271,10 +274,9 @@ class OasisCache(ChangingCache):
         for target, hidden in self._early_hints:
             self._show(target, hidden)
 
-    def _whole(self, mask: torch.Tensor, rows: int) -> torch.Tensor:
+    def _whole(self, mask: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
         """The part of a mask that is about the cached and the new columns, as booleans."""
         columns = self.columns + rows
-        batch = len(self._batch.sequences)
         if mask.shape[0] != batch or mask.shape[1] < columns:
             raise InputError(
                 f"the attention mask has shape {tuple(mask.shape)}, and the forward needs ({batch}, {columns}): {self.columns} "
@@ -282,7 +284,7 @@ class OasisCache(ChangingCache):
             )
         return mask[:, :columns].bool()
 
-    def _unpadded(self, mask: torch.Tensor, rows: int) -> list[int]:
+    def _unpadded(self, mask: torch.Tensor, lengths: list[int], rows: int) -> list[int]:
         """Rows of each sequence in this forward that are no padding. Padding must come first."""
         total = mask.sum(1)
         width = mask.shape[1]
@@ -290,11 +292,11 @@ class OasisCache(ChangingCache):
         if bool((first + total != width).any()):
             raise InputError("the attention mask has zeros behind ones; pad on the left (tokenizer.padding_side = 'left')")
         counts = total.clamp(max=rows).tolist()
-        for sequence, number, seen in zip(self._batch.sequences, counts, total.tolist(), strict=True):
-            if seen != sequence.length + number:
+        for length, number, seen in zip(lengths, counts, total.tolist(), strict=True):
+            if seen != length + number:
                 raise InputError(
-                    f"the attention mask shows {seen} tokens of a sequence that has {sequence.length} in the cache and "
-                    f"{number} new; pass the mask of the whole text, cached turns included"
+                    f"the attention mask shows {seen} tokens of a sequence that has {length} in the cache and {number} new; "
+                    "pass the mask of the whole text, cached turns included"
                 )
         if not any(counts):
             raise InputError("the forward holds padding only; a prompt needs at least one token")

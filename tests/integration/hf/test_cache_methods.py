@@ -307,6 +307,31 @@ def test_a_mask_of_the_wrong_shape(model, padded):
     torch.testing.assert_close(answers[1], answers[0], atol=1e-3, rtol=0)
 
 
+def test_a_mask_that_is_longer_than_the_text(model):
+    """Stock caches leave out what lies behind the new tokens, also where a prompt is padded."""
+    ids = prompt(2, 20)
+    mask = torch.ones((2, 20), dtype=torch.int64)
+    mask[1, :6] = 0
+    longer = torch.nn.functional.pad(mask, (0, 4), value=1)
+    answers = []
+    for make in (stock_cache, lambda m: OasisCache.for_model(m, WIDE)):
+        cache = make(model)
+        answers.append(model(ids, attention_mask=longer, past_key_values=cache).logits[:, -1])
+        assert cache.get_seq_length() == 20
+    torch.testing.assert_close(answers[1], answers[0], atol=1e-3, rtol=0)
+    assert [sequence.length for sequence in cache.manager.sequences] == [20, 14]
+    cache.close()
+
+
+def test_a_mask_that_is_refused_begins_no_batch(model):
+    with OasisCache.for_model(model, WIDE) as cache:
+        for wrong in (torch.ones((2, 9)), torch.tensor([[1] * 9 + [0]] * 2)):
+            with pytest.raises(InputError, match="attention mask"):
+                model(prompt(2, 10), attention_mask=wrong, past_key_values=cache)
+        assert cache.manager.sequences == []
+        torch.testing.assert_close(continued(model, cache, 3), continued(model, stock_cache(model), 3), atol=1e-3, rtol=0)
+
+
 def test_crop_into_the_padding_of_a_batch(model):
     ids, more = prompt(2, 20), prompt(2, 5, seed=5)
     mask = torch.ones((2, 25), dtype=torch.int64)
