@@ -9,6 +9,7 @@ import torch
 from . import huge_pages
 from .errors import ConfigError, PoolExhausted
 from .types import EMPTY, ModelShape
+from .uncopied import Uncopied
 
 _POISON = 0xFF
 """In every byte it makes a NaN that no arithmetic gives, in each floating-point format."""
@@ -24,7 +25,7 @@ def poisoned(rows: torch.Tensor) -> torch.Tensor:
     return (rows.contiguous().view(torch.uint8) == _POISON).all(-1)
 
 
-class Pool(ABC):
+class Pool(Uncopied, ABC):
     """Slots on the device. A *strip* is one slot for every kv head in every layer. Sequences hold strips; which block of which
     layer and head lies in a strip's slots is the working set's business.
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
-from oasiskv import KVManager, ModelShape, OasisConfig, Sequence, Stats, Step, Trace
-from oasiskv.errors import InputError, StateError, UnsupportedModel
+from oasiskv import KVManager, ModelShape, OasisConfig, Stats, Step, Trace
+from oasiskv.errors import InputError, StateError
 
 from .attention import OasisLength, marked
 from .binding import Binding, cache_keyword
+from .changes import ChangingCache
+from .gradients import attend_without_gradient, wants_gradient
 from .projection import HFProjection, ResidualStream
+from .refusals import NoLayerAlone
 from .shape import model_shape, stock_layers
+from .shared import Shared
 
 
-class OasisLayer(CacheLayerMixin):
+class OasisLayer(NoLayerAlone):
     """One full-attention layer of an `OasisCache`. It holds no tensors: the manager does."""
 
     is_compileable = False
@@ -63,7 +68,9 @@ class OasisLayer(CacheLayerMixin):
         scale: float | None,
     ) -> torch.Tensor:
         """See `oasis_attention`."""
-        return self.cache.attend(self.index, query, key, value, mask, scale)
+        cache = self.cache
+        attend = partial(cache.attend, self.index, query, key, value, mask, scale)
+        return attend_without_gradient(attend, (query, key, value), cache.history_recorded(key, value))
 
     def activate_past_recording(self) -> None:
         """From now on rows may be cropped after each forward: they are drafts until `crop` says how many were accepted."""
@@ -81,14 +88,14 @@ class OasisLayer(CacheLayerMixin):
         """No maximum."""
         return -1
 
-    def reset(self) -> None:
-        """Part of `OasisCache.reset`."""
+    def copied(self, cache: OasisCache) -> OasisLayer:
+        """The same layer of a copy of the cache."""
+        layer = OasisLayer(cache, self.index)
+        layer.record_past, layer.is_initialized = self.record_past, self.is_initialized
+        return layer
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Part of `OasisCache.reorder_cache`."""
 
-
-class OasisCache(Cache):
+class OasisCache(ChangingCache):
     """Pass it to `generate` under the name `OasisCache.keyword`; it may be kept for several turns.
 
         cache = OasisCache.for_model(model, OasisConfig(budget_tokens=1024))
@@ -103,25 +110,24 @@ class OasisCache(Cache):
         layers, full = stock_layers(model)
         shape = model_shape(model, len(full))
         projection = HFProjection.of(model, full, shape)
-        self.manager = KVManager(shape, config, projection=projection, trace=trace)
+        manager = KVManager(shape, config, projection=projection, trace=trace)
+        shared = Shared(manager, Binding.of(model))
         for number, index in enumerate(full):
             layers[index] = OasisLayer(self, number)
-        super().__init__(layers=layers)
         self.keyword = cache_keyword(model)
-        self.columns = 0
         self._config = model.config
-        self._sequences: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._model = weakref.ref(model)
+        self._join(shared, layers)
+        if projection and manager.rooms.predictor.uses_hints:
+            shared.stream = ResidualStream(model, full, projection, shared.show)
+        Binding.of(model).attach()
+
+    def _join(self, shared: Shared, layers: list[CacheLayerMixin]) -> None:
+        super()._join(shared, layers)
         self._select: torch.Tensor | None = None
-        self._torn = False
-        self._in_forward, self._begun = False, False
+        self._begun = False
         self._early_hints: list[tuple[int, torch.Tensor]] = []
         self._served = 0
-        self._model = weakref.ref(model)
-        wanted = self.manager.rooms.predictor.uses_hints
-        self._stream = ResidualStream(model, full, projection, self._show) if projection and wanted else None
-        self._close = weakref.finalize(self, _close, self.manager, Binding.of(model), self._stream)
-        Binding.of(model).attach()
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> OasisCache:
@@ -144,7 +150,7 @@ class OasisCache(Cache):
         return any(isinstance(layer, OasisLayer) and layer.record_past for layer in self.layers)
 
     def stats(self) -> Stats:
-        """Memory, traffic and hit rate of the full-attention layers."""
+        """Memory, traffic and hit rate of the full-attention layers, copies of the cache included."""
         return self.manager.stats()
 
     # A forward, layer by layer
@@ -156,14 +162,19 @@ class OasisCache(Cache):
             raise InputError(
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
-        self._finish_forward()
+        self._settle()
+        self._shared.enter(self)
         self._in_forward, self._begun = True, False
         self._early_hints.clear()
         self._served = 0
 
     def after_forward(self, model: PreTrainedModel, completed: bool) -> None:
         """Called after every forward that got this cache. Raises `StateError` unless each full-attention layer was served."""
-        self._in_forward = False
+        if self._in_forward and self._model() is model:
+            self._shared.exit()
+            self._in_forward = False
+            if not completed:
+                self._batch.cut_short()
         if completed and self._served != self.shape.num_layers:
             raise StateError(
                 f"{self._served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
@@ -177,7 +188,7 @@ class OasisCache(Cache):
                 "the OasisCache is closed, or is used by a model that it was not made for, or by a part of its model; call the "
                 "model that was passed to OasisCache.for_model"
             )
-        shape, batch = self.shape, len(self._sequences)
+        shape, batch = self.shape, len(self._batch.sequences)
         if keys.dtype != shape.dtype or keys.device.type != shape.device.type:
             raise InputError(
                 f"the cache was made for {shape.dtype} on {shape.device}, and gets keys in {keys.dtype} on {keys.device}; "
@@ -215,20 +226,21 @@ class OasisCache(Cache):
                 if step.certain:
                     step.commit()
         except BaseException:
-            self._abort()
+            self._shared.abort_step(self._batch)
+            self._shared.exit()
             self._in_forward = False
             raise
         return self._unpack(output, query)
 
     def _check_projection(self, layer: int, query: torch.Tensor) -> None:
         """In the first forward, compare a projected query with the real one; go without hints if they differ."""
-        if self._stream is None or self._stream.checked or self._select is not None:
+        stream = self._shared.stream
+        if stream is None or stream.checked or self._select is not None:
             return
         position = self._running[-1].length + query.shape[2] - 1
-        if not self._stream.check(layer, query[-1, :, -1], position, self.shape):
+        if not stream.check(layer, query[-1, :, -1], position, self.shape):
             self.manager.rooms.predictor.bind(None)
-            self._stream.detach()
-            self._stream = None
+            self._shared.drop_stream()
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         """Hint at a layer with a residual stream `(batch, rows, hidden_size)`; before the step has begun it waits for it."""
@@ -240,38 +252,51 @@ class OasisCache(Cache):
             self._early_hints.append((target, hidden))
 
     def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
-        self._finish_forward()
-        if not self._sequences:
-            self._sequences = [self.manager.create() for _ in range(batch)]
+        self._shared.finish_step()
+        self._batch.check_whole()
         counts = [rows] * batch
         self._select = None
-        if mask is not None and not bool(mask.all()):
-            counts = self._unpadded(mask, rows)
+        if mask is not None:
+            mask = self._whole(mask, batch, rows)
+            lengths = [sequence.length for sequence in self._batch.sequences] or [0] * batch
+            if any(length < self.columns for length in lengths) or not bool(mask.all()):
+                counts = self._unpadded(mask, lengths, rows)
             if any(count < rows for count in counts):
-                self._select = mask[:, -rows:].bool()
-        running = [(sequence, count) for sequence, count in zip(self._sequences, counts, strict=True) if count]
+                self._select = mask[:, -rows:]
+        if not self._batch.sequences:
+            self._batch.create(batch)
+        running = [(sequence, count) for sequence, count in zip(self._batch.sequences, counts, strict=True) if count]
         self._running = [sequence for sequence, _ in running]
         tokens = [count for _, count in running]
         drafts = [count - 1 for count in tokens] if self.recording and self.columns else None
-        self.manager.begin_step(self._running, tokens, drafts)
+        self._shared.begin_step(self._batch, self._running, tokens, drafts)
         self._begun = True
         for target, hidden in self._early_hints:
             self._show(target, hidden)
 
-    def _unpadded(self, mask: torch.Tensor, rows: int) -> list[int]:
+    def _whole(self, mask: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
+        """The part of a mask that is about the cached and the new columns, as booleans."""
+        columns = self.columns + rows
+        if mask.shape[0] != batch or mask.shape[1] < columns:
+            raise InputError(
+                f"the attention mask has shape {tuple(mask.shape)}, and the forward needs ({batch}, {columns}): {self.columns} "
+                f"cached columns and {rows} new ones; pass the mask of the whole text, cached turns included"
+            )
+        return mask[:, :columns].bool()
+
+    def _unpadded(self, mask: torch.Tensor, lengths: list[int], rows: int) -> list[int]:
         """Rows of each sequence in this forward that are no padding. Padding must come first."""
-        mask = mask.bool()
         total = mask.sum(1)
         width = mask.shape[1]
         first = torch.where(total > 0, mask.int().argmax(1), width)
         if bool((first + total != width).any()):
             raise InputError("the attention mask has zeros behind ones; pad on the left (tokenizer.padding_side = 'left')")
         counts = total.clamp(max=rows).tolist()
-        for sequence, number, seen in zip(self._sequences, counts, total.tolist(), strict=True):
-            if seen != sequence.length + number:
+        for length, number, seen in zip(lengths, counts, total.tolist(), strict=True):
+            if seen != length + number:
                 raise InputError(
-                    f"the attention mask shows {seen} tokens of a sequence that has {sequence.length} in the cache and "
-                    f"{number} new; pass the mask of the whole text, cached turns included"
+                    f"the attention mask shows {seen} tokens of a sequence that has {length} in the cache and {number} new; "
+                    "pass the mask of the whole text, cached turns included"
                 )
         if not any(counts):
             raise InputError("the forward holds padding only; a prompt needs at least one token")
@@ -291,132 +316,15 @@ class OasisCache(Cache):
         return output
 
     def _step(self) -> Step:
-        step = self.manager.open_step
+        step = self._shared.step_of(self._batch)
         if step is None:
-            raise StateError("a layer of the model runs before its first full-attention layer began a step")
+            raise StateError(
+                "a layer of the model runs before its first full-attention layer began a step, or after a copy of the cache ran"
+            )
         return step
 
-    def _abort(self) -> None:
-        step = self.manager.open_step
-        if step is not None:
-            step.abort()
-        self._torn = bool(self._stock)
-
-    def _finish_forward(self) -> None:
-        """Commit the step of a forward that came to its end; drop that of one that did not."""
-        step = self.manager.open_step
-        if step is not None and step.complete:
-            step.commit()
-        elif step is not None:
-            self._abort()
-        if self._torn:
-            raise StateError(
-                "a forward of this hybrid model ended in the middle, and its sliding layers cannot be rolled back; call reset()"
-            )
-
-    # What transformers does to caches
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every sequence. After a forward with drafts this is what accepts the
-        others, also with 0.
-
-        Raises:
-            InputError: for a positive number, or more tokens than there are.
-        """
-        if tokens_to_remove > 0:
-            raise InputError(f"crop({tokens_to_remove}): pass a negative number, how many tokens to remove from the end")
-        count = -tokens_to_remove
-        if count > self.columns:
-            raise InputError(f"crop({tokens_to_remove}): the cache holds {self.columns} tokens")
-        step = self.manager.open_step
-        left = count
-        if step is not None and step.complete:
-            if all(left < tokens for tokens in step.num_tokens):
-                step.commit([tokens - left for tokens in step.num_tokens])
-                left = 0
-            else:
-                step.commit()
-        else:
-            self._finish_forward()
-        if left:
-            shortest = min(sequence.length for sequence in self._sequences)
-            if left > shortest:
-                raise InputError(f"crop({tokens_to_remove}): a sequence of the batch holds {shortest} tokens without padding")
-            for sequence in self._sequences:
-                self.manager.crop(sequence, sequence.length - left)
-        self.columns -= count
-        for layer in self._stock:
-            if hasattr(layer, "crop"):
-                layer.crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make sequence `i` continue sequence `beam_idx[i]`: beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences at `indices`, in that order and as often as listed."""
-        self._finish_forward()
-        order = torch.as_tensor(indices).tolist()
-        for sequence in [s for number, s in enumerate(self._sequences) if number not in set(order)]:
-            self.manager.free(sequence)
-        taken: set[int] = set()
-        result = []
-        for number in order:
-            parent = self._sequences[number]
-            result.append(self.manager.fork(parent) if number in taken else parent)
-            taken.add(number)
-        self._sequences = result
-        for layer in self._stock:
-            layer.reorder_cache(torch.as_tensor(indices))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
-        self.batch_select_indices(torch.arange(len(self._sequences)).repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        """Forget all sequences; the cache is as new, also after an error."""
-        step = self.manager.open_step
-        if step is not None:
-            step.abort()
-        for sequence in self._sequences:
-            self.manager.free(sequence)
-        self._sequences, self._running = [], []
-        self.columns = 0
-        self._torn, self._in_forward = False, False
-        for layer in self.layers:
-            if isinstance(layer, OasisLayer):
-                layer.record_past = False
-        self._renew_stock_layers()
-
-    def _renew_stock_layers(self) -> None:
-        """Replace the stock layers: some versions of transformers only zero them at a reset, and keep their length."""
-        fresh = DynamicCache(config=self._config.get_text_config(decoder=True)).layers
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, OasisLayer):
-                self.layers[index] = fresh[index]
-
-    @property
-    def _stock(self) -> list[CacheLayerMixin]:
-        return [layer for layer in self.layers if not isinstance(layer, OasisLayer)]
-
-    def early_initialization(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the signature of transformers
-        """Static caches and exported graphs fix their shapes in advance; a working set does not."""
-        raise UnsupportedModel("an OasisCache cannot be compiled or exported with static shapes; generate without compiling")
-
-    def close(self) -> None:
-        """Give all memory back and put the model's attention implementation back. Idempotent."""
-        self._in_forward = False
-        self._close()
-
-    def __enter__(self) -> OasisCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _close(manager: KVManager, binding: Binding, stream: ResidualStream | None) -> None:
-    if stream is not None:
-        stream.detach()
-    binding.detach()
-    manager.close()
+    def history_recorded(self, *rows: torch.Tensor) -> bool:
+        """Whether autograd recorded rows that the cache holds; from now on, too, if it records these."""
+        recorded = self._batch.recorded and self.columns > 0
+        self._batch.recorded = recorded or wants_gradient(*rows)
+        return recorded
