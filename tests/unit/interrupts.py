@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 _UNDIVIDED = ("__exit__", "release", "setprofile")
 """Python lets no signal come between the end of a `with` block and the release of its lock. The last is our own."""
@@ -19,6 +20,8 @@ def interrupted(call, at):
 
     def profile(frame, kind, argument):
         nonlocal entries
+        if frame.f_code.co_filename == threading.__file__:
+            return  # `Condition.__exit__` is a function of Python's own, and leaves its lock taken when it is interrupted
         if kind == "call" or (kind == "c_call" and argument.__name__ not in _UNDIVIDED):
             entries += 1
             if entries == at:
