@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from oasiskv import KVManager, ModelShape, OasisConfig, Sequence, Stats, Step, Trace
 from oasiskv.errors import InputError, StateError, UnsupportedModel
 
-from .attention import OasisLength, marked
-from .binding import Binding, cache_keyword
+from .attention import OasisLength, marked, uncompiled
+from .binding import Binding, BoundCache, cache_keyword
+from .forward import Forward, Turn, in_turn
 from .projection import HFProjection, ResidualStream
 from .shape import model_shape, stock_layers
 
@@ -42,6 +43,7 @@ class OasisLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: memory is taken as the sequences need it."""
 
+    @uncompiled
     def update(
         self,
         key_states: torch.Tensor,
@@ -69,6 +71,7 @@ class OasisLayer(CacheLayerMixin):
         """From now on rows may be cropped after each forward: they are drafts until `crop` says how many were accepted."""
         self.record_past = True
 
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys, for the mask."""
         return OasisLength(self.get_seq_length() + query_length), 0
@@ -88,15 +91,15 @@ class OasisLayer(CacheLayerMixin):
         """Part of `OasisCache.reorder_cache`."""
 
 
-class OasisCache(Cache):
+class OasisCache(BoundCache):
     """Pass it to `generate` under the name `OasisCache.keyword`; it may be kept for several turns.
 
         cache = OasisCache.for_model(model, OasisConfig(budget_tokens=1024))
         model.generate(**inputs, **{cache.keyword: cache}, max_new_tokens=256)
 
     Full-attention layers are served by a `KVManager`; the sliding-window, linear and other layers of a hybrid model stay
-    stock. While a cache is open its model runs with `attn_implementation="oasis"`, which treats every other cache as sdpa
-    does; `close` (or the end of a `with` block) puts the model back. One cache serves one `generate` at a time.
+    stock. Any number of threads may run the model at once, with caches of their own or with stock ones; an `OasisCache` is
+    used by one thread at a time. `close` (or the end of a `with` block) gives the memory back.
     """
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> None:
@@ -111,17 +114,14 @@ class OasisCache(Cache):
         self.columns = 0
         self._config = model.config
         self._sequences: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._select: torch.Tensor | None = None
         self._torn = False
-        self._in_forward, self._begun = False, False
-        self._early_hints: list[tuple[int, torch.Tensor]] = []
-        self._served = 0
+        self._turn = Turn()
         self._model = weakref.ref(model)
         wanted = self.manager.rooms.predictor.uses_hints
-        self._stream = ResidualStream(model, full, projection, self._show) if projection and wanted else None
-        self._close = weakref.finalize(self, _close, self.manager, Binding.of(model), self._stream)
-        Binding.of(model).attach()
+        self._stream = ResidualStream(full, projection, self._show) if projection and wanted else None
+        self._binding, self._user = Binding.of(model), object()
+        self._close = weakref.finalize(self, _close, self.manager, self._turn, self._binding, self._user)
+        self._binding.attach(self._user, watch=self._stream is not None)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> OasisCache:
@@ -149,30 +149,40 @@ class OasisCache(Cache):
 
     # A forward, layer by layer
 
+    @property
+    def _forward(self) -> Forward | None:
+        """The forward that this thread runs with this cache."""
+        return self._turn.forward(id(self))
+
     def before_forward(self, model: PreTrainedModel) -> None:
-        """Called before every forward that gets this cache. Raises `InputError` for another model than the cache's own, and
-        `StateError` if stock layers were left in the middle of a forward."""
+        """Called before every forward that gets this cache.
+
+        Raises:
+            InputError: for another model than the cache's own.
+            StateError: another thread uses the cache, or stock layers were left in the middle of a forward.
+        """
         if self._model() is not model:
             raise InputError(
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
+        self._turn.begin(Forward(id(self)))
         self._finish_forward()
-        self._in_forward, self._begun = True, False
-        self._early_hints.clear()
-        self._served = 0
+        if self._stream is not None:
+            self._stream.forget()
 
     def after_forward(self, model: PreTrainedModel, completed: bool) -> None:
         """Called after every forward that got this cache. Raises `StateError` unless each full-attention layer was served."""
-        self._in_forward = False
-        if completed and self._served != self.shape.num_layers:
+        served = self._forward.served if self._forward else 0
+        self._turn.end()
+        if completed and served != self.shape.num_layers:
             raise StateError(
-                f"{self._served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
+                f"{served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
                 "OasisCache; the model changes the keys between cache and attention, and the output is not to be trusted"
             )
 
     def check_rows(self, keys: torch.Tensor) -> None:
         """Raise `InputError` for keys that are not of this cache's model, or of another batch."""
-        if not self._in_forward:
+        if self._forward is None:
             raise InputError(
                 "the OasisCache is closed, or is used by a model that it was not made for, or by a part of its model; call the "
                 "model that was passed to OasisCache.for_model"
@@ -203,59 +213,68 @@ class OasisCache(Cache):
         scale: float | None,
     ) -> torch.Tensor:
         """Store and attend the rows of one layer; `(batch, rows, query_heads, head_dim)`."""
+        forward = self._forward
+        if forward is None:
+            raise StateError("the forward of this OasisCache was ended by a call of the cache in the middle of it")
         try:
             if layer == 0:
-                self._begin(query.shape[0], query.shape[2], mask)
+                self._begin(forward, query.shape[0], query.shape[2], mask)
             step = self._step()
-            self._check_projection(layer, query)
-            output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale)
-            self._served += 1
+            self._check_projection(forward, layer, query)
+            queries, keys, values = (_pack(rows, forward.select) for rows in (query, key, value))
+            output = step.attend(layer, queries, keys, values, scale)
+            forward.served += 1
             if step.complete:
                 self.columns += query.shape[2]
                 if step.certain:
                     step.commit()
         except BaseException:
             self._abort()
-            self._in_forward = False
+            self._turn.end()
             raise
-        return self._unpack(output, query)
+        return _unpack(output, query, forward.select)
 
-    def _check_projection(self, layer: int, query: torch.Tensor) -> None:
+    def _check_projection(self, forward: Forward, layer: int, query: torch.Tensor) -> None:
         """In the first forward, compare a projected query with the real one; go without hints if they differ."""
-        if self._stream is None or self._stream.checked or self._select is not None:
+        if self._stream is None or self._stream.checked or forward.select is not None:
             return
-        position = self._running[-1].length + query.shape[2] - 1
+        position = forward.running[-1].length + query.shape[2] - 1
         if not self._stream.check(layer, query[-1, :, -1], position, self.shape):
             self.manager.rooms.predictor.bind(None)
-            self._stream.detach()
+            self._binding.unwatch(self._user)
             self._stream = None
+
+    def see(self, index: int, hidden: torch.Tensor) -> None:
+        """`(batch, rows, hidden_size)` enters decoder layer `index`."""
+        if self._stream is not None and self._forward is not None:
+            self._stream.see(index, hidden)
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         """Hint at a layer with a residual stream `(batch, rows, hidden_size)`; before the step has begun it waits for it."""
-        if not self._in_forward:  # the model runs with another cache
+        forward = self._forward
+        if forward is None:
             return
-        if self._begun:
-            self._step().hint(target, self._pack(hidden[:, None])[:, 0])
+        if forward.begun:
+            self._step().hint(target, _pack(hidden[:, None], forward.select)[:, 0])
         else:
-            self._early_hints.append((target, hidden))
+            forward.early_hints.append((target, hidden))
 
-    def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
+    def _begin(self, forward: Forward, batch: int, rows: int, mask: torch.Tensor | None) -> None:
         self._finish_forward()
         if not self._sequences:
             self._sequences = [self.manager.create() for _ in range(batch)]
         counts = [rows] * batch
-        self._select = None
         if mask is not None and not bool(mask.all()):
             counts = self._unpadded(mask, rows)
             if any(count < rows for count in counts):
-                self._select = mask[:, -rows:].bool()
+                forward.select = mask[:, -rows:].bool()
         running = [(sequence, count) for sequence, count in zip(self._sequences, counts, strict=True) if count]
-        self._running = [sequence for sequence, _ in running]
+        forward.running = [sequence for sequence, _ in running]
         tokens = [count for _, count in running]
         drafts = [count - 1 for count in tokens] if self.recording and self.columns else None
-        self.manager.begin_step(self._running, tokens, drafts)
-        self._begun = True
-        for target, hidden in self._early_hints:
+        self.manager.begin_step(forward.running, tokens, drafts)
+        forward.begun = True
+        for target, hidden in forward.early_hints:
             self._show(target, hidden)
 
     def _unpadded(self, mask: torch.Tensor, rows: int) -> list[int]:
@@ -276,19 +295,6 @@ class OasisCache(Cache):
         if not any(counts):
             raise InputError("the forward holds padding only; a prompt needs at least one token")
         return [int(count) for count in counts]
-
-    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """`(batch, heads, rows, head_dim)` to `(num_rows, heads, head_dim)`, without padding."""
-        flat = rows.transpose(1, 2)
-        return flat.reshape(-1, *flat.shape[2:]) if self._select is None else flat[self._select]
-
-    def _unpack(self, packed: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        batch, heads, rows, head_dim = query.shape
-        if self._select is None:
-            return packed.view(batch, rows, heads, head_dim)
-        output = packed.new_zeros((batch, rows, heads, head_dim))
-        output[self._select] = packed
-        return output
 
     def _step(self) -> Step:
         step = self.manager.open_step
@@ -316,6 +322,7 @@ class OasisCache(Cache):
 
     # What transformers does to caches
 
+    @in_turn
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every sequence. After a forward with drafts this is what accepts the
         others, also with 0.
@@ -353,6 +360,7 @@ class OasisCache(Cache):
         """Make sequence `i` continue sequence `beam_idx[i]`: beam search."""
         self.batch_select_indices(beam_idx)
 
+    @in_turn
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at `indices`, in that order and as often as listed."""
         self._finish_forward()
@@ -373,6 +381,7 @@ class OasisCache(Cache):
         """Repeat every sequence `repeats` times."""
         self.batch_select_indices(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
+    @in_turn
     def reset(self) -> None:
         """Forget all sequences; the cache is as new, also after an error."""
         step = self.manager.open_step
@@ -380,9 +389,9 @@ class OasisCache(Cache):
             step.abort()
         for sequence in self._sequences:
             self.manager.free(sequence)
-        self._sequences, self._running = [], []
+        self._sequences = []
         self.columns = 0
-        self._torn, self._in_forward = False, False
+        self._torn = False
         for layer in self.layers:
             if isinstance(layer, OasisLayer):
                 layer.record_past = False
@@ -403,9 +412,13 @@ class OasisCache(Cache):
         """Static caches and exported graphs fix their shapes in advance; a working set does not."""
         raise UnsupportedModel("an OasisCache cannot be compiled or exported with static shapes; generate without compiling")
 
+    @in_turn
     def close(self) -> None:
-        """Give all memory back and put the model's attention implementation back. Idempotent."""
-        self._in_forward = False
+        """Give all memory back, and leave the model. Idempotent.
+
+        Raises:
+            StateError: another thread uses the cache.
+        """
         self._close()
 
     def __enter__(self) -> OasisCache:
@@ -415,8 +428,21 @@ class OasisCache(Cache):
         self.close()
 
 
-def _close(manager: KVManager, binding: Binding, stream: ResidualStream | None) -> None:
-    if stream is not None:
-        stream.detach()
-    binding.detach()
-    manager.close()
+def _close(manager: KVManager, turn: Turn, binding: Binding, user: object) -> None:
+    binding.detach(user)
+    turn.when_free(manager.close)
+
+
+def _pack(rows: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    """`(batch, heads, rows, head_dim)` to `(num_rows, heads, head_dim)`, without padding."""
+    flat = rows.transpose(1, 2)
+    return flat.reshape(-1, *flat.shape[2:]) if select is None else flat[select]
+
+
+def _unpack(packed: torch.Tensor, query: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    batch, heads, rows, head_dim = query.shape
+    if select is None:
+        return packed.view(batch, rows, heads, head_dim)
+    output = packed.new_zeros((batch, rows, heads, head_dim))
+    output[select] = packed
+    return output
