@@ -76,6 +76,7 @@ class OasisLayer(CacheLayerMixin):
         """Length and offset of the keys, for the mask."""
         return OasisLength(self.get_seq_length() + query_length), 0
 
+    @uncompiled
     def get_seq_length(self) -> int:
         """Columns of the batch so far, padding included."""
         return self.cache.columns
@@ -166,7 +167,11 @@ class OasisCache(BoundCache):
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
         self._turn.begin(Forward(id(self)))
-        self._finish_forward()
+        try:
+            self._finish_forward()
+        except BaseException:
+            self._turn.end()
+            raise
         if self._stream is not None:
             self._stream.forget()
 
