@@ -17,6 +17,7 @@ from . import ops
 from .errors import ArenaExhausted, ConfigError
 from .host_memory import HostMemory, physical_bytes, returned_memory
 from .types import EMPTY, ModelShape
+from .uncopied import Uncopied
 
 if TYPE_CHECKING:
     from .tiers.metered import MeteredStore
@@ -43,7 +44,7 @@ class SlotLease:
         self.end()  # the work that had it failed, or was cancelled
 
 
-class Arena:
+class Arena(Uncopied):
     """Pages of slots in host memory. Page `p` is one block: slots `p * kv_heads .. (p + 1) * kv_heads - 1` of every layer.
 
     Pages are counted by reference, so that forks share sealed blocks.

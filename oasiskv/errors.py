@@ -22,6 +22,10 @@ class InputError(OasisError, ValueError):
     """An argument of a call that does not fit the object it is passed to."""
 
 
+class BatchIndexError(InputError, IndexError):
+    """Indices or a count of repeats that do not fit the sequences of a cache."""
+
+
 class StateError(OasisError, RuntimeError):
     """A call in the wrong order: a layer twice, a step on a freed sequence, a closed manager."""
 

@@ -9,9 +9,10 @@ import torch
 from . import huge_pages
 from .errors import ConfigError, PoolExhausted
 from .types import EMPTY, ModelShape
+from .uncopied import Uncopied
 
 
-class Pool(ABC):
+class Pool(Uncopied, ABC):
     """Slots on the device. A *strip* is one slot for every kv head in every layer. Sequences hold strips; which block of which
     layer and head lies in a strip's slots is the working set's business.
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from oasiskv import KVManager, ModelShape, OasisConfig, Sequence, Stats, Step, Trace
-from oasiskv.errors import InputError, StateError, UnsupportedModel
+from oasiskv import KVManager, ModelShape, OasisConfig, Stats, Step, Trace
+from oasiskv.errors import InputError, StateError
 
 from .attention import OasisLength, marked, uncompiled
-from .binding import Binding, BoundCache, cache_keyword
-from .forward import Forward, Turn, in_turn
+from .binding import Binding, cache_keyword
+from .changes import ChangingCache
+from .forward import Forward
+from .gradients import attend_without_gradient, wants_gradient
 from .projection import HFProjection, ResidualStream
+from .refusals import NoLayerAlone
 from .shape import model_shape, stock_layers
+from .shared import Shared
 
 
-class OasisLayer(CacheLayerMixin):
+class OasisLayer(NoLayerAlone):
     """One full-attention layer of an `OasisCache`. It holds no tensors: the manager does."""
 
     is_compileable = False
@@ -65,7 +69,9 @@ class OasisLayer(CacheLayerMixin):
         scale: float | None,
     ) -> torch.Tensor:
         """See `oasis_attention`."""
-        return self.cache.attend(self.index, query, key, value, mask, scale)
+        cache = self.cache
+        attend = partial(cache.attend, self.index, query, key, value, mask, scale)
+        return attend_without_gradient(attend, (query, key, value), cache.history_recorded(key, value))
 
     def activate_past_recording(self) -> None:
         """From now on rows may be cropped after each forward: they are drafts until `crop` says how many were accepted."""
@@ -85,44 +91,39 @@ class OasisLayer(CacheLayerMixin):
         """No maximum."""
         return -1
 
-    def reset(self) -> None:
-        """Part of `OasisCache.reset`."""
+    def copied(self, cache: OasisCache) -> OasisLayer:
+        """The same layer of a copy of the cache."""
+        layer = OasisLayer(cache, self.index)
+        layer.record_past, layer.is_initialized = self.record_past, self.is_initialized
+        return layer
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Part of `OasisCache.reorder_cache`."""
 
-
-class OasisCache(BoundCache):
+class OasisCache(ChangingCache):
     """Pass it to `generate` under the name `OasisCache.keyword`; it may be kept for several turns.
 
         cache = OasisCache.for_model(model, OasisConfig(budget_tokens=1024))
         model.generate(**inputs, **{cache.keyword: cache}, max_new_tokens=256)
 
     Full-attention layers are served by a `KVManager`; the sliding-window, linear and other layers of a hybrid model stay
-    stock. Any number of threads may run the model at once, with caches of their own or with stock ones; an `OasisCache` is
-    used by one thread at a time. `close` (or the end of a `with` block) gives the memory back.
+    stock. Any number of threads may run the model at once, with caches of their own or with stock ones; an `OasisCache` and its
+    copies are used by one thread at a time. `close` (or the end of a `with` block) gives the memory back.
     """
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> None:
         layers, full = stock_layers(model)
         shape = model_shape(model, len(full))
         projection = HFProjection.of(model, full, shape)
-        self.manager = KVManager(shape, config, projection=projection, trace=trace)
+        manager = KVManager(shape, config, projection=projection, trace=trace)
+        shared = Shared(manager, Binding.of(model))
         for number, index in enumerate(full):
             layers[index] = OasisLayer(self, number)
-        super().__init__(layers=layers)
         self.keyword = cache_keyword(model)
-        self.columns = 0
         self._config = model.config
-        self._sequences: list[Sequence] = []
-        self._torn = False
-        self._turn = Turn()
         self._model = weakref.ref(model)
-        wanted = self.manager.rooms.predictor.uses_hints
-        self._stream = ResidualStream(full, projection, self._show) if projection and wanted else None
-        self._binding, self._user = Binding.of(model), object()
-        self._close = weakref.finalize(self, _close, self.manager, self._turn, self._binding, self._user)
-        self._binding.attach(self._user, watch=self._stream is not None)
+        self._join(shared, layers)
+        if projection and manager.rooms.predictor.uses_hints:
+            shared.stream = ResidualStream(full, projection)
+        shared.attach()
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> OasisCache:
@@ -145,7 +146,7 @@ class OasisCache(BoundCache):
         return any(isinstance(layer, OasisLayer) and layer.record_past for layer in self.layers)
 
     def stats(self) -> Stats:
-        """Memory, traffic and hit rate of the full-attention layers."""
+        """Memory, traffic and hit rate of the full-attention layers, copies of the cache included."""
         return self.manager.stats()
 
     # A forward, layer by layer
@@ -160,7 +161,7 @@ class OasisCache(BoundCache):
 
         Raises:
             InputError: for another model than the cache's own.
-            StateError: another thread uses the cache, or stock layers were left in the middle of a forward.
+            StateError: another thread uses the cache or a copy of it, or stock layers were left in the middle of a forward.
         """
         if self._model() is not model:
             raise InputError(
@@ -168,17 +169,23 @@ class OasisCache(BoundCache):
             )
         self._turn.begin(Forward(id(self)))
         try:
-            self._finish_forward()
+            self._settle()
         except BaseException:
             self._turn.end()
             raise
-        if self._stream is not None:
-            self._stream.forget()
+        self._in_forward = True
+        if self._shared.stream is not None:
+            self._shared.stream.forget()
 
     def after_forward(self, model: PreTrainedModel, completed: bool) -> None:
         """Called after every forward that got this cache. Raises `StateError` unless each full-attention layer was served."""
-        served = self._forward.served if self._forward else 0
-        self._turn.end()
+        forward = self._forward
+        served = forward.served if forward else 0
+        if forward is not None:
+            self._turn.end()
+            if self._in_forward and not completed:
+                self._batch.cut_short()
+            self._in_forward = False
         if completed and served != self.shape.num_layers:
             raise StateError(
                 f"{served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
@@ -192,7 +199,7 @@ class OasisCache(BoundCache):
                 "the OasisCache is closed, or is used by a model that it was not made for, or by a part of its model; call the "
                 "model that was passed to OasisCache.for_model"
             )
-        shape, batch = self.shape, len(self._sequences)
+        shape, batch = self.shape, len(self._batch.sequences)
         if keys.dtype != shape.dtype or keys.device.type != shape.device.type:
             raise InputError(
                 f"the cache was made for {shape.dtype} on {shape.device}, and gets keys in {keys.dtype} on {keys.device}; "
@@ -220,7 +227,7 @@ class OasisCache(BoundCache):
         """Store and attend the rows of one layer; `(batch, rows, query_heads, head_dim)`."""
         forward = self._forward
         if forward is None:
-            raise StateError("the forward of this OasisCache was ended by a call of the cache in the middle of it")
+            raise StateError("the forward of this OasisCache was ended by a call of it, or of a copy, in the middle")
         try:
             if layer == 0:
                 self._begin(forward, query.shape[0], query.shape[2], mask)
@@ -234,25 +241,26 @@ class OasisCache(BoundCache):
                 if step.certain:
                     step.commit()
         except BaseException:
-            self._abort()
+            self._shared.abort_step(self._batch)
             self._turn.end()
+            self._in_forward = False
             raise
         return _unpack(output, query, forward.select)
 
     def _check_projection(self, forward: Forward, layer: int, query: torch.Tensor) -> None:
         """In the first forward, compare a projected query with the real one; go without hints if they differ."""
-        if self._stream is None or self._stream.checked or forward.select is not None:
+        stream = self._shared.stream
+        if stream is None or stream.checked or forward.select is not None:
             return
         position = forward.running[-1].length + query.shape[2] - 1
-        if not self._stream.check(layer, query[-1, :, -1], position, self.shape):
+        if not stream.check(layer, query[-1, :, -1], position, self.shape):
             self.manager.rooms.predictor.bind(None)
-            self._binding.unwatch(self._user)
-            self._stream = None
+            self._shared.drop_stream()
 
     def see(self, index: int, hidden: torch.Tensor) -> None:
         """`(batch, rows, hidden_size)` enters decoder layer `index`."""
-        if self._stream is not None and self._forward is not None:
-            self._stream.see(index, hidden)
+        if self._shared.stream is not None and self._forward is not None:
+            self._shared.stream.see(index, hidden, self._show)
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         """Hint at a layer with a residual stream `(batch, rows, hidden_size)`; before the step has begun it waits for it."""
@@ -265,33 +273,44 @@ class OasisCache(BoundCache):
             forward.early_hints.append((target, hidden))
 
     def _begin(self, forward: Forward, batch: int, rows: int, mask: torch.Tensor | None) -> None:
-        self._finish_forward()
-        if not self._sequences:
-            self._sequences = [self.manager.create() for _ in range(batch)]
+        self._shared.finish_step()
+        self._batch.check_whole()
+        if not self._batch.sequences:
+            self._batch.create(batch)
         counts = [rows] * batch
-        if mask is not None and not bool(mask.all()):
-            counts = self._unpadded(mask, rows)
+        if mask is not None:
+            counts = self._unpadded(self._whole(mask, rows), rows)
             if any(count < rows for count in counts):
                 forward.select = mask[:, -rows:].bool()
-        running = [(sequence, count) for sequence, count in zip(self._sequences, counts, strict=True) if count]
+        running = [(sequence, count) for sequence, count in zip(self._batch.sequences, counts, strict=True) if count]
         forward.running = [sequence for sequence, _ in running]
         tokens = [count for _, count in running]
         drafts = [count - 1 for count in tokens] if self.recording and self.columns else None
-        self.manager.begin_step(forward.running, tokens, drafts)
+        self._shared.begin_step(self._batch, forward.running, tokens, drafts)
         forward.begun = True
         for target, hidden in forward.early_hints:
             self._show(target, hidden)
 
+    def _whole(self, mask: torch.Tensor, rows: int) -> torch.Tensor:
+        """The part of a mask that is about the cached and the new columns, as booleans."""
+        columns = self.columns + rows
+        batch = len(self._batch.sequences)
+        if mask.shape[0] != batch or mask.shape[1] < columns:
+            raise InputError(
+                f"the attention mask has shape {tuple(mask.shape)}, and the forward needs ({batch}, {columns}): {self.columns} "
+                f"cached columns and {rows} new ones; pass the mask of the whole text, cached turns included"
+            )
+        return mask[:, :columns].bool()
+
     def _unpadded(self, mask: torch.Tensor, rows: int) -> list[int]:
         """Rows of each sequence in this forward that are no padding. Padding must come first."""
-        mask = mask.bool()
         total = mask.sum(1)
         width = mask.shape[1]
         first = torch.where(total > 0, mask.int().argmax(1), width)
         if bool((first + total != width).any()):
             raise InputError("the attention mask has zeros behind ones; pad on the left (tokenizer.padding_side = 'left')")
         counts = total.clamp(max=rows).tolist()
-        for sequence, number, seen in zip(self._sequences, counts, total.tolist(), strict=True):
+        for sequence, number, seen in zip(self._batch.sequences, counts, total.tolist(), strict=True):
             if seen != sequence.length + number:
                 raise InputError(
                     f"the attention mask shows {seen} tokens of a sequence that has {sequence.length} in the cache and "
@@ -302,140 +321,18 @@ class OasisCache(BoundCache):
         return [int(count) for count in counts]
 
     def _step(self) -> Step:
-        step = self.manager.open_step
+        step = self._shared.step_of(self._batch)
         if step is None:
-            raise StateError("a layer of the model runs before its first full-attention layer began a step")
+            raise StateError(
+                "a layer of the model runs before its first full-attention layer began a step, or after a copy of the cache ran"
+            )
         return step
 
-    def _abort(self) -> None:
-        step = self.manager.open_step
-        if step is not None:
-            step.abort()
-        self._torn = bool(self._stock)
-
-    def _finish_forward(self) -> None:
-        """Commit the step of a forward that came to its end; drop that of one that did not."""
-        step = self.manager.open_step
-        if step is not None and step.complete:
-            step.commit()
-        elif step is not None:
-            self._abort()
-        if self._torn:
-            raise StateError(
-                "a forward of this hybrid model ended in the middle, and its sliding layers cannot be rolled back; call reset()"
-            )
-
-    # What transformers does to caches
-
-    @in_turn
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every sequence. After a forward with drafts this is what accepts the
-        others, also with 0.
-
-        Raises:
-            InputError: for a positive number, or more tokens than there are.
-        """
-        if tokens_to_remove > 0:
-            raise InputError(f"crop({tokens_to_remove}): pass a negative number, how many tokens to remove from the end")
-        count = -tokens_to_remove
-        if count > self.columns:
-            raise InputError(f"crop({tokens_to_remove}): the cache holds {self.columns} tokens")
-        step = self.manager.open_step
-        left = count
-        if step is not None and step.complete:
-            if all(left < tokens for tokens in step.num_tokens):
-                step.commit([tokens - left for tokens in step.num_tokens])
-                left = 0
-            else:
-                step.commit()
-        else:
-            self._finish_forward()
-        if left:
-            shortest = min(sequence.length for sequence in self._sequences)
-            if left > shortest:
-                raise InputError(f"crop({tokens_to_remove}): a sequence of the batch holds {shortest} tokens without padding")
-            for sequence in self._sequences:
-                self.manager.crop(sequence, sequence.length - left)
-        self.columns -= count
-        for layer in self._stock:
-            if hasattr(layer, "crop"):
-                layer.crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make sequence `i` continue sequence `beam_idx[i]`: beam search."""
-        self.batch_select_indices(beam_idx)
-
-    @in_turn
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences at `indices`, in that order and as often as listed."""
-        self._finish_forward()
-        order = torch.as_tensor(indices).tolist()
-        for sequence in [s for number, s in enumerate(self._sequences) if number not in set(order)]:
-            self.manager.free(sequence)
-        taken: set[int] = set()
-        result = []
-        for number in order:
-            parent = self._sequences[number]
-            result.append(self.manager.fork(parent) if number in taken else parent)
-            taken.add(number)
-        self._sequences = result
-        for layer in self._stock:
-            layer.reorder_cache(torch.as_tensor(indices))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
-        self.batch_select_indices(torch.arange(len(self._sequences)).repeat_interleave(repeats))
-
-    @in_turn
-    def reset(self) -> None:
-        """Forget all sequences; the cache is as new, also after an error."""
-        step = self.manager.open_step
-        if step is not None:
-            step.abort()
-        for sequence in self._sequences:
-            self.manager.free(sequence)
-        self._sequences = []
-        self.columns = 0
-        self._torn = False
-        for layer in self.layers:
-            if isinstance(layer, OasisLayer):
-                layer.record_past = False
-        self._renew_stock_layers()
-
-    def _renew_stock_layers(self) -> None:
-        """Replace the stock layers: some versions of transformers only zero them at a reset, and keep their length."""
-        fresh = DynamicCache(config=self._config.get_text_config(decoder=True)).layers
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, OasisLayer):
-                self.layers[index] = fresh[index]
-
-    @property
-    def _stock(self) -> list[CacheLayerMixin]:
-        return [layer for layer in self.layers if not isinstance(layer, OasisLayer)]
-
-    def early_initialization(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the signature of transformers
-        """Static caches and exported graphs fix their shapes in advance; a working set does not."""
-        raise UnsupportedModel("an OasisCache cannot be compiled or exported with static shapes; generate without compiling")
-
-    @in_turn
-    def close(self) -> None:
-        """Give all memory back, and leave the model. Idempotent.
-
-        Raises:
-            StateError: another thread uses the cache.
-        """
-        self._close()
-
-    def __enter__(self) -> OasisCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _close(manager: KVManager, turn: Turn, binding: Binding, user: object) -> None:
-    binding.detach(user)
-    turn.when_free(manager.close)
+    def history_recorded(self, *rows: torch.Tensor) -> bool:
+        """Whether autograd recorded rows that the cache holds; from now on, too, if it records these."""
+        recorded = self._batch.recorded and self.columns > 0
+        self._batch.recorded = recorded or wants_gradient(*rows)
+        return recorded
 
 
 def _pack(rows: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:

@@ -56,30 +56,27 @@ class HFProjection:
 
 
 class ResidualStream:
-    """What enters the decoder layers in the forwards of one cache: `show(number, hidden)` for each full-attention layer, some
-    layers ahead of it, in forwards of at most `most_rows` rows (longer ones are prompts)."""
+    """What enters the decoder layers in the forwards of a cache. It is shown for each full-attention layer, some layers ahead
+    of it, in forwards of at most `most_rows` rows (longer ones are prompts)."""
 
     def __init__(
         self,
         full: list[int],
         projection: HFProjection,
-        show: Callable[[int, torch.Tensor], None],
         most_rows: int = MAX_STEP_ROWS,
     ) -> None:
         self.checked = False
         self._most_rows = most_rows
         self._projection = projection
         self._full = full
-        self._show = weakref.WeakMethod(show)
         self._targets = {index - LAYERS_AHEAD: number for number, index in enumerate(full) if index >= LAYERS_AHEAD}
         self._seen: dict[int, torch.Tensor] = {}
 
-    def see(self, index: int, hidden: torch.Tensor) -> None:
-        """`(batch, rows, hidden_size)` enters decoder layer `index`."""
-        show = self._show()
+    def see(self, index: int, hidden: torch.Tensor, show: Callable[[int, torch.Tensor], None]) -> None:
+        """`(batch, rows, hidden_size)` enters decoder layer `index`; `show` gets the layer that it is a hint for, and it."""
         if not self.checked:
             self._seen[index] = hidden[-1, -1].detach()
-        elif index in self._targets and hidden.shape[1] <= self._most_rows and show is not None:
+        elif index in self._targets and hidden.shape[1] <= self._most_rows:
             show(self._targets[index], hidden)
 
     @torch.no_grad()

@@ -129,7 +129,7 @@ class ReplayCache(BoundCache):
     def watch(self) -> None:
         """Check in the first forward whether the model makes its queries as the projection does."""
         if self._projection is not None:
-            self.stream = ResidualStream(self._full, self._projection, self._show)
+            self.stream = ResidualStream(self._full, self._projection)
 
     def bind(self, predictor: Predictor) -> None:
         """Let a predictor guess by the residual stream, if it wants to and the prompts' check has allowed it."""
@@ -137,13 +137,13 @@ class ReplayCache(BoundCache):
             return
         predictor.bind(self._projection)
         if predictor.uses_hints:
-            self.stream = ResidualStream(self._full, self._projection, self._show, most_rows=1 << 30)
+            self.stream = ResidualStream(self._full, self._projection, most_rows=1 << 30)
             self.stream.checked = True
 
     def see(self, index: int, hidden: torch.Tensor) -> None:
         """`(batch, rows, hidden_size)` enters decoder layer `index`."""
         if self.stream is not None:
-            self.stream.see(index, hidden)
+            self.stream.see(index, hidden, self._show)
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         if self.replay is not None:

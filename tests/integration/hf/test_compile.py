@@ -65,7 +65,7 @@ def test_turns_of_a_compiled_model(family, implementation, way):
     for _ in range(2 if family == "llama" else 1):  # the second time, everything is compiled
         with OasisCache.for_model(compiled, WIDE) as cache:
             assert torch.equal(two_turns(compiled, cache, keyword), expected)
-            assert cache._stream.checked
+            assert cache._shared.stream.checked
             assert torch.equal(two_turns(compiled, DynamicCache(config=model.config), keyword), expected)
             cache.manager.check_integrity()
 

@@ -128,7 +128,7 @@ def test_the_residual_stream_is_shown_and_the_hooks_go(family):
         guess = predictor.guess
         predictor.guess = lambda layer, *rest: hinted.append(layer) or guess(layer, *rest)
         model.generate(prompt(2, 250), **{cache.keyword: cache}, **GREEDY)
-        ahead = [number for number, index in enumerate(cache._stream._full) if index >= 2]
+        ahead = [number for number, index in enumerate(cache._shared.stream._full) if index >= 2]
     assert set(hinted) == set(ahead)
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
 

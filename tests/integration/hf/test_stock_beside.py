@@ -179,7 +179,7 @@ def test_a_copy_of_a_model_with_an_open_cache_is_a_stock_model(copied, implement
     assert not any(isinstance(hook, _Hook) for hook in hooks)
     with OasisCache.for_model(twin, WIDE) as cache:
         assert torch.equal(twin.generate(ids, **{cache.keyword: cache}, **GREEDY), tokens)
-        assert cache._stream.checked
+        assert cache._shared.stream.checked
         assert torch.equal(twin(ids).logits, logits)
 
 

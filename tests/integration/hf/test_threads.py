@@ -1,5 +1,6 @@
 """Any number of threads run one model at once; the right values are those of stock transformers, computed alone."""
 
+import copy
 import gc
 import sys
 import threading
@@ -67,7 +68,7 @@ def test_stock_calls_and_two_caches_at_once(family, implementation):
                 torch.testing.assert_close(steps(model, ids, cache, keyword), logits, atol=1e-3, rtol=0)
                 cache.reset()
                 assert torch.equal(model.generate(ids, **{keyword: cache}, **GREEDY), tokens)
-                assert cache._stream.checked
+                assert cache._shared.stream.checked
                 cache.manager.check_integrity()
                 cache.reset()
 
@@ -181,7 +182,7 @@ def test_a_part_of_the_model_in_another_thread_gets_no_turn():
         with pytest.raises(InputError, match="part of its model"):
             model.model(ids[:, :1], **{cache.keyword: cache})
         torch.testing.assert_close(paused.finish(), expected, atol=1e-3, rtol=0)
-        assert cache._stream.checked
+        assert cache._shared.stream.checked
 
 
 def test_another_cache_of_the_model_runs_in_the_middle_of_a_forward():
@@ -207,6 +208,27 @@ def test_a_cache_that_is_dropped_in_the_middle_of_another_forward():
     assert manager.closed
     torch.testing.assert_close(paused.finish(), expected, atol=1e-3, rtol=0)
     first.close()
+
+
+def test_copies_of_a_cache_in_two_threads():
+    """They share a manager: a forward of one in the middle of another's is refused, and one that is dropped waits."""
+    model, ids = tiny("gemma3"), prompt(1, 68)
+    expected = model(ids).logits
+    with OasisCache.for_model(model, WIDE) as cache:
+        model(ids[:, :60], **{cache.keyword: cache})
+        clone, dropped = copy.deepcopy(cache), copy.deepcopy(cache)
+        paused = Paused(model, input_ids=ids[:, 60:64], **{cache.keyword: cache})
+        with pytest.raises(StateError, match="or a copy of it"):
+            model(ids[:, 60:], **{cache.keyword: clone})
+        del dropped
+        gc.collect()
+        torch.testing.assert_close(paused.finish(), expected[:, 60:64], atol=1e-3, rtol=0)
+        for held, rest in ((clone, slice(60, 68)), (cache, slice(64, 68))):
+            logits = model(ids[:, rest], **{cache.keyword: held}).logits
+            torch.testing.assert_close(logits, expected[:, rest], atol=1e-3, rtol=0)
+        assert len(cache.manager.sequences) == 2
+        cache.manager.check_integrity()
+        clone.close()
 
 
 def test_a_turn_ends_with_its_thread():
