@@ -1,26 +1,31 @@
-"""The attention and mask functions that transformers calls while a model runs with `attn_implementation="oasis"`.
+"""Attention over a working set in the signature of transformers, and the marks by which a call is known to be ours.
 
 Nothing of a model is patched: `update` of a cache layer marks the key tensor that it returns, the model hands that tensor to
-the attention function, and the mark says whose it is. Calls without a mark (sliding layers, other caches) go to sdpa.
+the attention function, and the mark says whose it is. `interfaces.py` makes transformers call `oasis_attention` then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from oasiskv.errors import InputError, UnsupportedModel
 
 if TYPE_CHECKING:
     from .cache import OasisLayer
 
-NAME = "oasis"
 _MARK = "_oasiskv_layer"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """A function that dynamo does not trace: a compiled model has a graph break there."""
+    reason = "an OasisCache is served outside of compiled graphs; compile the model without fullgraph=True"
+    disabled: Function = torch.compiler.disable(function, reason=reason)
+    return disabled
 
 
 class OasisLength(int):
@@ -34,6 +39,18 @@ def marked(keys: torch.Tensor, layer: OasisLayer) -> torch.Tensor:
     return view
 
 
+def is_marked(keys: torch.Tensor) -> bool:
+    """Whether these keys come from a cache layer of ours."""
+    return hasattr(keys, _MARK)
+
+
+def is_of_cache(keywords: dict[str, Any]) -> bool:
+    """Whether a mask function with these arguments is asked for a plain causal mask of a cache of ours."""
+    mask_function = keywords.get("mask_function", causal_mask_function)
+    return isinstance(keywords["kv_length"], OasisLength) and mask_function is causal_mask_function
+
+
+@uncompiled
 def oasis_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -49,12 +66,7 @@ def oasis_attention(
     `query` is `(batch, query_heads, rows, head_dim)`; `key` and `value` hold the new rows only. `attention_mask` is the 2-d
     padding mask or `None`. Returns `(batch, rows, query_heads, head_dim)`, and no weights.
     """
-    layer: OasisLayer | None = getattr(key, _MARK, None)
-    if layer is None:
-        output, weights = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return output, weights
+    layer: OasisLayer = getattr(key, _MARK)
     name = type(module).__name__
     for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(option) is not None:
@@ -71,26 +83,3 @@ def oasis_attention(
             "mask (0 = padding) can be served"
         )
     return layer.attend(query, key, value, attention_mask, scaling), None
-
-
-def oasis_mask(
-    *,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,  # noqa: ANN401 - whatever transformers passes on
-) -> torch.Tensor | None:
-    """The 2-d padding mask as it is for our layers, which mask by position; sdpa's mask for all others.
-
-    A model may make masks that none of its layers uses, so a pattern of its own is refused where it is used: as a 4-d mask.
-    """
-    if isinstance(kv_length, OasisLength) and mask_function is causal_mask_function:
-        return attention_mask
-    mask: torch.Tensor | None = sdpa_mask(
-        kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
-    )
-    return mask
-
-
-AttentionInterface.register(NAME, oasis_attention)
-AttentionMaskInterface.register(NAME, oasis_mask)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from oasiskv import KVManager, ModelShape, OasisConfig, Stats, Step, Trace
 from oasiskv.errors import InputError, StateError
 
-from .attention import OasisLength, marked
+from .attention import OasisLength, marked, uncompiled
 from .binding import Binding, cache_keyword
 from .changes import ChangingCache
+from .forward import Forward
 from .gradients import attend_without_gradient, wants_gradient
 from .projection import HFProjection, ResidualStream
 from .refusals import NoLayerAlone
@@ -47,6 +47,7 @@ class OasisLayer(NoLayerAlone):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: memory is taken as the sequences need it."""
 
+    @uncompiled
     def update(
         self,
         key_states: torch.Tensor,
@@ -76,10 +77,12 @@ class OasisLayer(NoLayerAlone):
         """From now on rows may be cropped after each forward: they are drafts until `crop` says how many were accepted."""
         self.record_past = True
 
+    @uncompiled
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys, for the mask."""
         return OasisLength(self.get_seq_length() + query_length), 0
 
+    @uncompiled
     def get_seq_length(self) -> int:
         """Columns of the batch so far, padding included."""
         return self.cache.columns
@@ -102,8 +105,8 @@ class OasisCache(ChangingCache):
         model.generate(**inputs, **{cache.keyword: cache}, max_new_tokens=256)
 
     Full-attention layers are served by a `KVManager`; the sliding-window, linear and other layers of a hybrid model stay
-    stock. While a cache is open its model runs with `attn_implementation="oasis"`, which treats every other cache as sdpa
-    does; `close` (or the end of a `with` block) puts the model back. One cache serves one `generate` at a time.
+    stock. Any number of threads may run the model at once, with caches of their own or with stock ones; an `OasisCache` and its
+    copies are used by one thread at a time. `close` (or the end of a `with` block) gives the memory back.
     """
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> None:
@@ -119,15 +122,8 @@ class OasisCache(ChangingCache):
         self._model = weakref.ref(model)
         self._join(shared, layers)
         if projection and manager.rooms.predictor.uses_hints:
-            shared.stream = ResidualStream(model, full, projection, shared.show)
-        Binding.of(model).attach()
-
-    def _join(self, shared: Shared, layers: list[CacheLayerMixin]) -> None:
-        super()._join(shared, layers)
-        self._select: torch.Tensor | None = None
-        self._begun = False
-        self._early_hints: list[tuple[int, torch.Tensor]] = []
-        self._served = 0
+            shared.stream = ResidualStream(full, projection)
+        shared.attach()
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> OasisCache:
@@ -155,35 +151,50 @@ class OasisCache(ChangingCache):
 
     # A forward, layer by layer
 
+    @property
+    def _forward(self) -> Forward | None:
+        """The forward that this thread runs with this cache."""
+        return self._turn.forward(id(self))
+
     def before_forward(self, model: PreTrainedModel) -> None:
-        """Called before every forward that gets this cache. Raises `InputError` for another model than the cache's own, and
-        `StateError` if stock layers were left in the middle of a forward."""
+        """Called before every forward that gets this cache.
+
+        Raises:
+            InputError: for another model than the cache's own.
+            StateError: another thread uses the cache or a copy of it, or stock layers were left in the middle of a forward.
+        """
         if self._model() is not model:
             raise InputError(
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
-        self._settle()
-        self._shared.enter(self)
-        self._in_forward, self._begun = True, False
-        self._early_hints.clear()
-        self._served = 0
+        self._turn.begin(Forward(id(self)))
+        try:
+            self._settle()
+        except BaseException:
+            self._turn.end()
+            raise
+        self._in_forward = True
+        if self._shared.stream is not None:
+            self._shared.stream.forget()
 
     def after_forward(self, model: PreTrainedModel, completed: bool) -> None:
         """Called after every forward that got this cache. Raises `StateError` unless each full-attention layer was served."""
-        if self._in_forward and self._model() is model:
-            self._shared.exit()
-            self._in_forward = False
-            if not completed:
+        forward = self._forward
+        served = forward.served if forward else 0
+        if forward is not None:
+            self._turn.end()
+            if self._in_forward and not completed:
                 self._batch.cut_short()
-        if completed and self._served != self.shape.num_layers:
+            self._in_forward = False
+        if completed and served != self.shape.num_layers:
             raise StateError(
-                f"{self._served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
+                f"{served} of {self.shape.num_layers} full-attention layers of {type(model).__name__} reached the "
                 "OasisCache; the model changes the keys between cache and attention, and the output is not to be trusted"
             )
 
     def check_rows(self, keys: torch.Tensor) -> None:
         """Raise `InputError` for keys that are not of this cache's model, or of another batch."""
-        if not self._in_forward:
+        if self._forward is None:
             raise InputError(
                 "the OasisCache is closed, or is used by a model that it was not made for, or by a part of its model; call the "
                 "model that was passed to OasisCache.for_model"
@@ -214,64 +225,73 @@ class OasisCache(ChangingCache):
         scale: float | None,
     ) -> torch.Tensor:
         """Store and attend the rows of one layer; `(batch, rows, query_heads, head_dim)`."""
+        forward = self._forward
+        if forward is None:
+            raise StateError("the forward of this OasisCache was ended by a call of it, or of a copy, in the middle")
         try:
             if layer == 0:
-                self._begin(query.shape[0], query.shape[2], mask)
+                self._begin(forward, query.shape[0], query.shape[2], mask)
             step = self._step()
-            self._check_projection(layer, query)
-            output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale)
-            self._served += 1
+            self._check_projection(forward, layer, query)
+            queries, keys, values = (_pack(rows, forward.select) for rows in (query, key, value))
+            output = step.attend(layer, queries, keys, values, scale)
+            forward.served += 1
             if step.complete:
                 self.columns += query.shape[2]
                 if step.certain:
                     step.commit()
         except BaseException:
             self._shared.abort_step(self._batch)
-            self._shared.exit()
+            self._turn.end()
             self._in_forward = False
             raise
-        return self._unpack(output, query)
+        return _unpack(output, query, forward.select)
 
-    def _check_projection(self, layer: int, query: torch.Tensor) -> None:
+    def _check_projection(self, forward: Forward, layer: int, query: torch.Tensor) -> None:
         """In the first forward, compare a projected query with the real one; go without hints if they differ."""
         stream = self._shared.stream
-        if stream is None or stream.checked or self._select is not None:
+        if stream is None or stream.checked or forward.select is not None:
             return
-        position = self._running[-1].length + query.shape[2] - 1
+        position = forward.running[-1].length + query.shape[2] - 1
         if not stream.check(layer, query[-1, :, -1], position, self.shape):
             self.manager.rooms.predictor.bind(None)
             self._shared.drop_stream()
 
+    def see(self, index: int, hidden: torch.Tensor) -> None:
+        """`(batch, rows, hidden_size)` enters decoder layer `index`."""
+        if self._shared.stream is not None and self._forward is not None:
+            self._shared.stream.see(index, hidden, self._show)
+
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         """Hint at a layer with a residual stream `(batch, rows, hidden_size)`; before the step has begun it waits for it."""
-        if not self._in_forward:  # the model runs with another cache
+        forward = self._forward
+        if forward is None:
             return
-        if self._begun:
-            self._step().hint(target, self._pack(hidden[:, None])[:, 0])
+        if forward.begun:
+            self._step().hint(target, _pack(hidden[:, None], forward.select)[:, 0])
         else:
-            self._early_hints.append((target, hidden))
+            forward.early_hints.append((target, hidden))
 
-    def _begin(self, batch: int, rows: int, mask: torch.Tensor | None) -> None:
+    def _begin(self, forward: Forward, batch: int, rows: int, mask: torch.Tensor | None) -> None:
         self._shared.finish_step()
         self._batch.check_whole()
         counts = [rows] * batch
-        self._select = None
         if mask is not None:
             mask = self._whole(mask, batch, rows)
             lengths = [sequence.length for sequence in self._batch.sequences] or [0] * batch
             if any(length < self.columns for length in lengths) or not bool(mask.all()):
                 counts = self._unpadded(mask, lengths, rows)
             if any(count < rows for count in counts):
-                self._select = mask[:, -rows:]
+                forward.select = mask[:, -rows:]
         if not self._batch.sequences:
             self._batch.create(batch)
         running = [(sequence, count) for sequence, count in zip(self._batch.sequences, counts, strict=True) if count]
-        self._running = [sequence for sequence, _ in running]
+        forward.running = [sequence for sequence, _ in running]
         tokens = [count for _, count in running]
         drafts = [count - 1 for count in tokens] if self.recording and self.columns else None
-        self._shared.begin_step(self._batch, self._running, tokens, drafts)
-        self._begun = True
-        for target, hidden in self._early_hints:
+        self._shared.begin_step(self._batch, forward.running, tokens, drafts)
+        forward.begun = True
+        for target, hidden in forward.early_hints:
             self._show(target, hidden)
 
     def _whole(self, mask: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
@@ -302,19 +322,6 @@ class OasisCache(ChangingCache):
             raise InputError("the forward holds padding only; a prompt needs at least one token")
         return [int(count) for count in counts]
 
-    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """`(batch, heads, rows, head_dim)` to `(num_rows, heads, head_dim)`, without padding."""
-        flat = rows.transpose(1, 2)
-        return flat.reshape(-1, *flat.shape[2:]) if self._select is None else flat[self._select]
-
-    def _unpack(self, packed: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        batch, heads, rows, head_dim = query.shape
-        if self._select is None:
-            return packed.view(batch, rows, heads, head_dim)
-        output = packed.new_zeros((batch, rows, heads, head_dim))
-        output[self._select] = packed
-        return output
-
     def _step(self) -> Step:
         step = self._shared.step_of(self._batch)
         if step is None:
@@ -328,3 +335,18 @@ class OasisCache(ChangingCache):
         recorded = self._batch.recorded and self.columns > 0
         self._batch.recorded = recorded or wants_gradient(*rows)
         return recorded
+
+
+def _pack(rows: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    """`(batch, heads, rows, head_dim)` to `(num_rows, heads, head_dim)`, without padding."""
+    flat = rows.transpose(1, 2)
+    return flat.reshape(-1, *flat.shape[2:]) if select is None else flat[select]
+
+
+def _unpack(packed: torch.Tensor, query: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    batch, heads, rows, head_dim = query.shape
+    if select is None:
+        return packed.view(batch, rows, heads, head_dim)
+    output = packed.new_zeros((batch, rows, heads, head_dim))
+    output[select] = packed
+    return output

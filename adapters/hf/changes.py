@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from oasiskv import Sequence
-
 from . import order, stock
+from .binding import BoundCache
+from .forward import Turn, in_turn
 from .refusals import NoLayerAlone, NoStaticTensors
 from .shared import Shared
 
 
-class ChangingCache(NoStaticTensors):
+class ChangingCache(NoStaticTensors, BoundCache):
     """The part of `OasisCache` that is not about forwards. Whatever changes several layers changes all of them, or none.
 
     Attributes:
@@ -33,11 +33,14 @@ class ChangingCache(NoStaticTensors):
         super().__init__(layers=layers)
         self.manager = shared.manager
         self.columns = 0
-        self._running: list[Sequence] = []
         self._in_forward = False
         self._shared = shared
         self._batch = shared.join(hybrid=bool(self._stock))
         self._close = weakref.finalize(self, shared.leave, self._batch)
+
+    @property
+    def _turn(self) -> Turn:
+        return self._shared.turn
 
     @property
     def _stock(self) -> list[CacheLayerMixin]:
@@ -45,7 +48,7 @@ class ChangingCache(NoStaticTensors):
         return [layer for layer in self.layers if not isinstance(layer, NoLayerAlone)]
 
     def _settle(self) -> None:
-        """Come to rest before something changes. Raises `StateError` for a cache that is closed or torn, or not at its turn."""
+        """Come to rest before something changes. Raises `StateError` for a cache that is closed or torn."""
         self._shared.claim(self._batch)
         if self._in_forward:  # an interrupt has ended it
             self._in_forward = False
@@ -57,6 +60,7 @@ class ChangingCache(NoStaticTensors):
         """All layers change, or none of them."""
         return self._batch.changing(what, stock.Kept(self._stock).restore)
 
+    @in_turn
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns of the batch. After a forward with drafts this is what accepts the other
         columns, also with 0.
@@ -104,6 +108,7 @@ class ChangingCache(NoStaticTensors):
         most = self._batch.most
         self._choose("batch_repeat_interleave", lambda batch: order.repeated(batch, repeats, most))
 
+    @in_turn
     def _choose(self, method: str, choice: Callable[[int], list[int]]) -> None:
         self._settle()
         if not self.columns:  # as for stock caches: a batch is what the first forward brings
@@ -114,12 +119,12 @@ class ChangingCache(NoStaticTensors):
                 layer.reorder_cache(torch.tensor(numbers))
             self._batch.select(numbers)
 
+    @in_turn
     def reset(self) -> None:
         """Forget all sequences; the cache is as new, also after an error. Its copies keep theirs."""
         self._shared.claim(self._batch)
         self._batch.torn = "a reset of an OasisCache was cut short"
         self._shared.reset(self._batch)
-        self._running = []
         self.columns = 0
         self._in_forward = False
         fresh = stock.new_layers(self._config)
@@ -132,6 +137,7 @@ class ChangingCache(NoStaticTensors):
 
     # Copies
 
+    @in_turn
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with the same content, to continue in another way: a fork of each sequence, which shares what is sealed, and
         copies of the stock layers. Copies share the manager, take turns, and are closed one by one.
@@ -158,9 +164,13 @@ class ChangingCache(NoStaticTensors):
             raise
         return clone
 
+    @in_turn
     def close(self) -> None:
-        """Give its memory back; with the last of its copies the manager is closed, and the model's attention implementation put
-        back. Idempotent."""
+        """Give its memory back, and with the last of its copies leave the model. Idempotent.
+
+        Raises:
+            StateError: another thread uses the cache or a copy of it.
+        """
         self._in_forward = False
         self._close()
         self._shared.sweep()

@@ -1,4 +1,4 @@
-"""How a transformers model makes queries, and the hooks that hand its residual stream to the predictor.
+"""How a transformers model makes queries, and the residual stream that is handed to the predictor.
 
 The guess is checked before it is trusted: in the first forward the projection of what really enters each layer must give the
 queries that the layer really makes. A model that makes them in another way simply goes without hints.
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from oasiskv.predictors.layer_ahead import LAYERS_AHEAD, PROJECTION_TOLERANCE, projection_error
 from oasiskv.types import MAX_STEP_ROWS, ModelShape
+
+from .binding import decoder_layers
 
 
 class HFProjection:
@@ -53,43 +55,28 @@ class HFProjection:
         return attention.q_norm(queries) if hasattr(attention, "q_norm") else queries
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of decoder layers, if it is where transformers keeps it."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    return layers if isinstance(layers, nn.ModuleList) else None
-
-
 class ResidualStream:
-    """Shows what enters the decoder layers, by forward pre-hooks: `show(number, hidden)` for each full-attention layer, some
-    layers ahead of it, in forwards of at most `most_rows` rows (longer ones are prompts)."""
+    """What enters the decoder layers in the forwards of a cache. It is shown for each full-attention layer, some layers ahead
+    of it, in forwards of at most `most_rows` rows (longer ones are prompts)."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
         full: list[int],
         projection: HFProjection,
-        show: Callable[[int, torch.Tensor], None],
         most_rows: int = MAX_STEP_ROWS,
     ) -> None:
         self.checked = False
         self._most_rows = most_rows
         self._projection = projection
         self._full = full
-        self._show = weakref.WeakMethod(show)
         self._targets = {index - LAYERS_AHEAD: number for number, index in enumerate(full) if index >= LAYERS_AHEAD}
         self._seen: dict[int, torch.Tensor] = {}
-        reference = weakref.ref(self)
-        self._handles = [
-            layer.register_forward_pre_hook(_hook(reference, index), with_kwargs=True)
-            for index, layer in enumerate(decoder_layers(model) or [])
-        ]
 
-    def see(self, index: int, hidden: torch.Tensor) -> None:
-        """`(batch, rows, hidden_size)` enters decoder layer `index`."""
-        show = self._show()
+    def see(self, index: int, hidden: torch.Tensor, show: Callable[[int, torch.Tensor], None]) -> None:
+        """`(batch, rows, hidden_size)` enters decoder layer `index`; `show` gets the layer that it is a hint for, and it."""
         if not self.checked:
             self._seen[index] = hidden[-1, -1].detach()
-        elif index in self._targets and hidden.shape[1] <= self._most_rows and show is not None:
+        elif index in self._targets and hidden.shape[1] <= self._most_rows:
             show(self._targets[index], hidden)
 
     @torch.no_grad()
@@ -105,17 +92,6 @@ class ResidualStream:
         self.checked = layer == shape.num_layers - 1
         return projection_error(raw, queries, position, shape.rotary) <= PROJECTION_TOLERANCE
 
-    def detach(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-def _hook(stream: weakref.ref[ResidualStream], index: int) -> Callable[..., None]:
-    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        owner = stream()
-        if owner is not None:
-            owner.see(index, arguments[0] if arguments else keywords["hidden_states"])
-
-    return hook
+    def forget(self) -> None:
+        """Drop what the last forward has left."""
+        self._seen.clear()

@@ -46,16 +46,16 @@ def read_prompt(
     cache.prompts, cache.reading = [prompt], True
     cache.watch()
     binding = Binding.of(model)
-    binding.attach()
+    binding.attach(cache, watch=cache.stream is not None)
     try:
         for piece in ids.split(chunk, dim=1):
             model(piece, **{cache_keyword(model): cache}, logits_to_keep=1)
             cache.length += piece.shape[1]
-            _detach(cache)
+            cache.stream = None
+            binding.unwatch(cache)
             advance(piece.shape[1])
     finally:
-        binding.detach()
-        _detach(cache)
+        binding.detach(cache)
     prompt.stock = {index: layer for index, layer in enumerate(cache.layers) if not isinstance(layer, ReplayLayer)}
     for summary in prompt.summaries.values():
         _digest(prompt, summary, cache.shape, config)
@@ -80,20 +80,12 @@ def _digest(prompt: Prompt, summary: KeySummary, shape: ModelShape, config: Oasi
 
 def _forward(model: PreTrainedModel, cache: ReplayCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     binding = Binding.of(model)
-    binding.attach()
+    binding.attach(cache, watch=cache.stream is not None)
     try:
         logits: torch.Tensor = model(ids, position_ids=positions[None], **{cache_keyword(model): cache}).logits
     finally:
-        binding.detach()
-        _detach(cache)
+        binding.detach(cache)
     return logits.float()
-
-
-def _detach(cache: ReplayCache) -> None:
-    """Take the hooks off the model."""
-    if cache.stream is not None:
-        cache.stream.detach()
-        cache.stream = None
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from oasiskv.abc import KeySummary, Predictor
 from oasiskv.errors import InputError
@@ -17,6 +17,7 @@ from oasiskv.prefill import causal_attention
 from oasiskv.replay import History, Replay
 
 from .attention import OasisLength, marked
+from .binding import BoundCache
 from .projection import HFProjection, ResidualStream
 from .shape import model_shape, stock_layers
 
@@ -108,7 +109,7 @@ class ReplayLayer(CacheLayerMixin):
         return -1
 
 
-class ReplayCache(Cache):
+class ReplayCache(BoundCache):
     """A cache for one forward at a time; see `attend`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -121,14 +122,14 @@ class ReplayCache(Cache):
         self.prompts: list[Prompt] = []
         self.reading = False
         self.replay: Replay | None = None
-        self._model, self._full = model, full
+        self._full = full
         self._projection = HFProjection.of(model, full, self.shape)
         self.stream: ResidualStream | None = None
 
     def watch(self) -> None:
         """Check in the first forward whether the model makes its queries as the projection does."""
         if self._projection is not None:
-            self.stream = ResidualStream(self._model, self._full, self._projection, self._show)
+            self.stream = ResidualStream(self._full, self._projection)
 
     def bind(self, predictor: Predictor) -> None:
         """Let a predictor guess by the residual stream, if it wants to and the prompts' check has allowed it."""
@@ -136,8 +137,13 @@ class ReplayCache(Cache):
             return
         predictor.bind(self._projection)
         if predictor.uses_hints:
-            self.stream = ResidualStream(self._model, self._full, self._projection, self._show, most_rows=1 << 30)
+            self.stream = ResidualStream(self._full, self._projection, most_rows=1 << 30)
             self.stream.checked = True
+
+    def see(self, index: int, hidden: torch.Tensor) -> None:
+        """`(batch, rows, hidden_size)` enters decoder layer `index`."""
+        if self.stream is not None:
+            self.stream.see(index, hidden, self._show)
 
     def _show(self, target: int, hidden: torch.Tensor) -> None:
         if self.replay is not None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from typing import TYPE_CHECKING
-
-import torch
-
 from oasiskv import KVManager, Sequence, Step
 from oasiskv.errors import StateError
 
 from .batch import Batch, discard
 from .binding import Binding
+from .forward import Turn
 from .projection import ResidualStream
-
-if TYPE_CHECKING:
-    from .cache import OasisCache
 
 
 class Shared:
@@ -24,18 +16,18 @@ class Shared:
     when another cache begins. Each owns its sequences. The last one that leaves closes the manager.
 
     Attributes:
-        stream: shows the residual stream to the cache whose forward runs, if the predictor uses it.
+        turn: whose forward or other call it is.
+        stream: of whichever cache runs, if the predictor uses it.
     """
 
     def __init__(self, manager: KVManager, binding: Binding) -> None:
         self.manager = manager
+        self.turn = Turn()
         self.stream: ResidualStream | None = None
         self._binding = binding
         self._batches: list[Batch] = []
         self._left: list[Batch] = []
         self._stepping: Batch | None = None
-        self._thread: int | None = None
-        self._running: weakref.ref[OasisCache] | None = None
 
     # Who takes part
 
@@ -45,6 +37,10 @@ class Shared:
         self._batches.append(batch)
         return batch
 
+    def attach(self) -> None:
+        """Use the model."""
+        self._binding.attach(self, watch=self.stream is not None)
+
     def leave(self, batch: Batch) -> None:
         """A cache is closed or gone. Garbage collection calls this at any moment, also while another cache runs, so only the
         last cache acts at once: the sequences of others are freed by the next call that finds the manager at rest."""
@@ -53,60 +49,35 @@ class Shared:
         self._batches.remove(batch)
         self._left.append(batch)
         if not self._batches:
-            self.drop_stream()
-            self._binding.detach()
-            self.manager.close()
+            self._binding.detach(self)
+            self.turn.when_free(self.manager.close)
 
     def claim(self, batch: Batch) -> None:
         """Called before anything is done with the sequences of a cache.
 
         Raises:
-            StateError: the cache is closed, or the forward of one that shares its manager runs in another thread.
+            StateError: the cache is closed.
         """
         if batch not in self._batches:
             raise StateError("the OasisCache is closed; make a new one with OasisCache.for_model, or copy one that is open")
-        if self._runs_elsewhere:
-            raise StateError(
-                "a copy of this OasisCache is in the middle of a forward in another thread, and copies take turns; make a "
-                "cache for each thread with OasisCache.for_model"
-            )
         self.sweep()
 
-    @property
-    def _runs_elsewhere(self) -> bool:
-        thread = self._thread
-        return thread not in (None, threading.get_ident()) and any(other.ident == thread for other in threading.enumerate())
-
     def sweep(self) -> None:
-        """Free the sequences of caches that are gone, unless a forward runs in another thread."""
-        while self._left and not self.manager.closed and not self._runs_elsewhere:
+        """Free the sequences of caches that are gone."""
+        while self._left and not self.manager.closed:
             batch = self._left[0]
             if self._stepping is batch:
                 self._abort()
             discard(self.manager, batch.sequences)
             self._left.remove(batch)
 
-    # Forwards and steps
-
-    def enter(self, cache: OasisCache) -> None:
-        """The forward of a cache begins."""
-        self._thread, self._running = threading.get_ident(), weakref.ref(cache)
-
-    def exit(self) -> None:
-        """It has ended."""
-        self._thread, self._running = None, None
-
-    def show(self, target: int, hidden: torch.Tensor) -> None:
-        """Hand what enters a decoder layer, `(batch, rows, hidden_size)`, to the cache whose forward runs."""
-        cache = self._running() if self._running is not None else None
-        if cache is not None:
-            cache._show(target, hidden)
+    # Steps
 
     def drop_stream(self) -> None:
         """Go without hints from now on."""
         if self.stream is not None:
-            self.stream.detach()
             self.stream = None
+            self._binding.unwatch(self)
 
     def begin_step(self, batch: Batch, sequences: list[Sequence], num_tokens: list[int], num_drafts: list[int] | None) -> None:
         """Open a step of a cache; see `KVManager.begin_step`."""

@@ -164,7 +164,7 @@ def test_every_name_of_a_cache_is_decided_on():
     assert names(Cache, DynamicCache) <= decided
     assert names(OasisCache) - names(Cache, DynamicCache) <= decided | {
         *("for_model", "shape", "recording", "stats", "close", "history_recorded"),
-        *("before_forward", "after_forward", "check_rows", "attend"),
+        *("before_forward", "after_forward", "check_rows", "attend", "see"),
     }
 
 
