@@ -32,6 +32,7 @@ from .streams import StreamScheduler
 from .trace import Trace
 from .traced import TracedScheduler, TracedStep
 from .types import ModelShape
+from .uncopied import Uncopied
 from .working_set import WorkingSets
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _arena(shape: ModelShape, config: OasisConfig, tier: TierStore | None, trace
     return tiered_arena(shape, config, tier, trace)
 
 
-class KVManager:
+class KVManager(Uncopied):
     """The cache of many sequences: dense ones whole on the device, sparse ones with a bounded working set.
 
     Calls come from one thread. A step is opened with `begin_step`, attends layer by layer, and is committed:

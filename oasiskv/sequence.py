@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .uncopied import Uncopied
+
 _ACCEPTANCE_RATE = 0.2
 """Weight of a new step in the moving average of the acceptance."""
 
@@ -29,7 +31,7 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
+class Sequence(Uncopied):
     """Made by `KVManager.create`, and changed by the manager only.
 
     Attributes:

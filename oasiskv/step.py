@@ -16,12 +16,13 @@ from .room import make_room
 from .sequence import Phase, Sequence
 from .settling import cut
 from .types import MAX_STEP_ROWS
+from .uncopied import Uncopied
 
 if TYPE_CHECKING:
     from .manager import KVManager
 
 
-class Step:
+class Step(Uncopied):
     """Made by `KVManager.begin_step`. Rows of all sequences are packed one after another, in the order of the sequences.
 
     A sequence decodes over its working set when it has a history and brings one row, or up to `MAX_STEP_ROWS` rows with drafts

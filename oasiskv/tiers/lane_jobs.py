@@ -59,7 +59,15 @@ class LaneJobs:
         with self._changed:
             self._jobs.add(job)
             self._left += 1
-        if not self._thread.post(self._begin, job):
+        try:
+            posted = self._thread.post(self._begin, job)
+        except BaseException:  # an interrupt: nobody may wait for a job that may not run
+            with self._changed:
+                if job in self._jobs:
+                    self._jobs.remove(job)
+                    self._left -= 1
+            raise
+        if not posted:
             self._end()
 
     def wait(self, timeout_s: float | None) -> int:

@@ -20,6 +20,16 @@ def test_memory_is_not_copied(act, part):
         assert manager.sequences == [sequence]
 
 
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("thing", ["manager", "sequence", "step"])
+def test_what_stands_for_memory_is_not_copied(act, thing):
+    with KVManager(SHAPE, OasisConfig(workers=0)) as manager:
+        sequence = manager.create()
+        things = {"manager": manager, "sequence": sequence, "step": manager.begin_step([sequence], [3])}
+        with pytest.raises(UnsupportedModel, match=r"cannot be copied or pickled: .*KVManager.fork"):
+            act(things[thing])
+
+
 def test_a_manager_with_an_arena_of_the_size_of_the_machine_is_not_copied():
     with KVManager(SHAPE, OasisConfig(workers=0)) as manager, pytest.raises(UnsupportedModel, match="cannot be copied"):
         copy.deepcopy(manager)
