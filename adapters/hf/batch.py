@@ -133,13 +133,14 @@ class Batch:
 def discard(manager: KVManager, sequences: Iterable[Sequence]) -> None:
     """Free sequences that are not wanted any more, and that may be freed already."""
     for sequence in sequences:
-        for _ in range(manager.shape.num_layers + 1):
-            if sequence.phase is Phase.FREED:
-                break
+        failures = 0
+        while sequence.phase is not Phase.FREED:
             try:
                 manager.free(sequence)
-            except WorkerError:
-                continue  # told once for each layer; what background work should have brought is not wanted any more
+            except WorkerError:  # told once for each layer; what background work should have brought is not wanted any more
+                failures += 1
+                if failures > manager.shape.num_layers:
+                    raise
 
 
 def _strips(sequences: list[Sequence]) -> int:
