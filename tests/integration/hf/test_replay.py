@@ -41,11 +41,12 @@ def divergence(full, ours):
 
 
 def assert_same(replayed, real):
-    """KL per token, to 1e-4 and to a twentieth of the largest: some tiny models hardly look at what is missing."""
+    """KL per token, to 1e-4 and to a twentieth of the largest: some tiny models hardly look at what is missing. And to a
+    hundredth of its own: a replay sums scores in another order, which on some processors swaps two blocks of equal score."""
     assert replayed.shape == real.shape
     largest = float(real.max())
     assert largest > 1e-5, "the budget holds everything that matters, so the test shows nothing"
-    torch.testing.assert_close(replayed, real, atol=min(1e-4, largest / 20), rtol=0)
+    torch.testing.assert_close(replayed, real, atol=min(1e-4, largest / 20), rtol=0.01)
 
 
 @pytest.mark.parametrize("correction", [0, 2])
