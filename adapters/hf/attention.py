@@ -15,12 +15,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from oasiskv.errors import InputError, UnsupportedModel
+from oasiskv.ops.softcap import soft_capped
 
 if TYPE_CHECKING:
     from .cache import OasisLayer
 
 NAME = "oasis"
 _MARK = "_oasiskv_layer"
+
+
+_UNKNOWN_OPTIONS = {
+    "sliding_window": "a window",
+    "s_aux": "attention sinks",
+    "position_bias": "a bias of the logits by position",
+}
+"""What a model may pass to its attention that ours does not have."""
 
 
 class OasisLength(int):
@@ -42,6 +51,7 @@ def oasis_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,  # noqa: ANN401 - whatever the model passes on
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the working set, in the signature of transformers' attention interface.
@@ -50,17 +60,23 @@ def oasis_attention(
     padding mask or `None`. Returns `(batch, rows, query_heads, head_dim)`, and no weights.
     """
     layer: OasisLayer | None = getattr(key, _MARK, None)
+    name = type(module).__name__
     if layer is None:
+        if kwargs.get("s_aux") is not None:
+            raise UnsupportedModel(f"{name} uses s_aux (attention sinks), which sdpa leaves out, in a layer that stays stock")
+        if softcap is not None:
+            return capped_attention(query, key, value, attention_mask, scaling, softcap, dropout), None
         output, weights = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, weights
-    name = type(module).__name__
-    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    for option, meaning in _UNKNOWN_OPTIONS.items():
         if kwargs.get(option) is not None:
             raise UnsupportedModel(
-                f"{name} uses {option} in a full-attention layer, which attention over a working set does not have"
+                f"{name} uses {option} ({meaning}) in a full-attention layer, which attention over a working set does not have"
             )
+    if kwargs.get("is_causal") is False:
+        raise UnsupportedModel(f"{name} asks for attention that is not causal (is_causal=False), which cannot be served")
     if kwargs.get("output_attentions"):
         raise UnsupportedModel("output_attentions=True asks for the weights of all tokens, which a working set does not hold")
     if dropout and module.training:
@@ -70,7 +86,32 @@ def oasis_attention(
             f"{name} gets an attention mask of {attention_mask.ndim} dimensions; only causal attention with the 2-d padding "
             "mask (0 = padding) can be served"
         )
-    return layer.attend(query, key, value, attention_mask, scaling), None
+    return layer.attend(query, key, value, attention_mask, scaling, softcap), None
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+    dropout: float,
+) -> torch.Tensor:
+    """What sdpa computes, `(batch, rows, query_heads, head_dim)`, with a soft cap of the logits, which sdpa does not have.
+
+    `mask` is that of `oasis_mask` for a stock layer: boolean, `(batch, 1, rows, tokens)`, or `None` for causal attention.
+    """
+    batch, kv_heads, tokens, head_dim = key.shape
+    rows = query.shape[2]
+    grouped = query.view(batch, kv_heads, -1, rows, head_dim)
+    logits = (grouped @ key[:, :, None].transpose(3, 4)).float() * (head_dim**-0.5 if scaling is None else scaling)
+    if mask is None:
+        # As sdpa: one row sees all tokens, and several are the first ones, also of a cache that has room behind them.
+        mask = torch.ones((rows, tokens), dtype=torch.bool, device=query.device).tril(0 if rows > 1 else tokens)[None, None]
+    logits = soft_capped(logits, softcap).masked_fill(~mask[:, :, None], torch.finfo(torch.float32).min)
+    weights = torch.nn.functional.dropout(logits.softmax(-1), dropout).to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def oasis_mask(

@@ -61,9 +61,10 @@ class OasisLayer(CacheLayerMixin):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scale: float | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         """See `oasis_attention`."""
-        return self.cache.attend(self.index, query, key, value, mask, scale)
+        return self.cache.attend(self.index, query, key, value, mask, scale, softcap)
 
     def activate_past_recording(self) -> None:
         """From now on rows may be cropped after each forward: they are drafts until `crop` says how many were accepted."""
@@ -201,6 +202,7 @@ class OasisCache(Cache):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scale: float | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         """Store and attend the rows of one layer; `(batch, rows, query_heads, head_dim)`."""
         try:
@@ -208,7 +210,7 @@ class OasisCache(Cache):
                 self._begin(query.shape[0], query.shape[2], mask)
             step = self._step()
             self._check_projection(layer, query)
-            output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale)
+            output = step.attend(layer, self._pack(query), self._pack(key), self._pack(value), scale, softcap)
             self._served += 1
             if step.complete:
                 self.columns += query.shape[2]
