@@ -131,8 +131,8 @@ def causal_attention(
 def _capped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float, softcap: float
 ) -> torch.Tensor:
-    """The same with a soft cap of the logits, which torch's attention does not have. A chunk of rows of one kv head at a time, so
-    that the float32 logits held at once are at most `(group, _CAPPED_CHUNK, past + rows)`."""
+    """The same with a soft cap of the logits, which torch's attention does not have. A chunk of rows of one kv head at a time,
+    so that the float32 logits held at once are at most `(group, _CAPPED_CHUNK, past + rows)`."""
     heads, rows = keys.shape[0], queries.shape[1]
     grouped = queries.unflatten(0, (heads, -1))
     output = torch.empty_like(grouped)

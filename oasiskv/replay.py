@@ -181,8 +181,8 @@ class Replay:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float | None = None
     ) -> torch.Tensor:
-        """The next layer's attention: queries `(B, T, query_heads, head_dim)`, keys and values `(B, T, kv_heads, head_dim)`; `scale`
-        and `softcap` as for `Step.attend`, the same for all layers."""
+        """The next layer's attention: queries `(B, T, query_heads, head_dim)`, keys and values `(B, T, kv_heads, head_dim)`;
+        `scale` and `softcap` as for `Step.attend`, the same for all layers."""
         layer, rows, config = len(self.reports), self.rows, self.config
         self._scale, self._softcap = scale, softcap
         all_keys = torch.cat([torch.stack([history.keys[layer] for history in self.histories]), keys.transpose(1, 2)], 2)

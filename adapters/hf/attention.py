@@ -75,8 +75,11 @@ def oasis_attention(
             raise UnsupportedModel(
                 f"{name} uses {option} ({meaning}) in a full-attention layer, which attention over a working set does not have"
             )
-    if kwargs.get("is_causal") is False:
-        raise UnsupportedModel(f"{name} asks for attention that is not causal (is_causal=False), which cannot be served")
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedModel(
+            f"{name} attends to later tokens as well (is_causal is False); only causal attention can be served"
+        )
     if kwargs.get("output_attentions"):
         raise UnsupportedModel("output_attentions=True asks for the weights of all tokens, which a working set does not hold")
     if dropout and module.training:

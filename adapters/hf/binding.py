@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from oasiskv.errors import InputError, StateError
 
 from . import attention
+from .forward_checks import check_tokens
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -94,9 +95,7 @@ def _before(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[s
                 f"{type(model).__name__} runs with attn_implementation={implementation!r}, which cannot use an OasisCache; "
                 f"leave it at {attention.NAME!r} while the cache is open"
             )
-        for tokens in (*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds")):
-            if isinstance(tokens, torch.Tensor) and tokens.shape[1] == 0:
-                raise InputError("the forward has no tokens; a prompt needs at least one")
+        check_tokens((*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds")), cache.columns)
         cache.before_forward(model)
 
 

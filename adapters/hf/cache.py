@@ -14,6 +14,7 @@ from oasiskv.errors import InputError, StateError, UnsupportedModel
 
 from .attention import OasisLength, marked
 from .binding import Binding, cache_keyword
+from .forward_checks import check_mode
 from .projection import HFProjection, ResidualStream
 from .shape import model_shape, stock_layers
 
@@ -102,7 +103,7 @@ class OasisCache(Cache):
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> None:
         layers, full = stock_layers(model)
-        shape = model_shape(model, len(full))
+        shape = model_shape(model, full)
         projection = HFProjection.of(model, full, shape)
         self.manager = KVManager(shape, config, projection=projection, trace=trace)
         for number, index in enumerate(full):
@@ -151,12 +152,13 @@ class OasisCache(Cache):
     # A forward, layer by layer
 
     def before_forward(self, model: PreTrainedModel) -> None:
-        """Called before every forward that gets this cache. Raises `InputError` for another model than the cache's own, and
-        `StateError` if stock layers were left in the middle of a forward."""
+        """Called before every forward that gets this cache. Raises `InputError` for another model than the cache's own, or a
+        mode of it in which a cache cannot work, and `StateError` if stock layers were left in the middle of a forward."""
         if self._model() is not model:
             raise InputError(
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
+        check_mode(model, self.shape)
         self._finish_forward()
         self._in_forward, self._begun = True, False
         self._early_hints.clear()

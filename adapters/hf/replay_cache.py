@@ -114,7 +114,7 @@ class ReplayCache(Cache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers, full = stock_layers(model)
-        self.shape = model_shape(model, len(full))
+        self.shape = model_shape(model, full)
         for number, index in enumerate(full):
             layers[index] = ReplayLayer(self, number)
         super().__init__(layers=layers)

@@ -23,9 +23,7 @@ _SCHEMAS = {
         "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor? arena, Tensor? arena_slots, "
         "Tensor? arena_blocks, Tensor positions, float scale, float? softcap=None) -> (Tensor, Tensor)"
     ),
-    "exact_logits": (
-        "(Tensor queries, Tensor arena, Tensor pages, int kv_heads, float scale, float? softcap=None) -> Tensor"
-    ),
+    "exact_logits": ("(Tensor queries, Tensor arena, Tensor pages, int kv_heads, float scale, float? softcap=None) -> Tensor"),
     "block_mass": "(Tensor logits, Tensor num_blocks, int kv_heads) -> Tensor",
     "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
     "select": (

@@ -70,9 +70,7 @@ def corrected_attention(
     places = torch.cat([slots, _spread(there, members, slots)], dim=2)
     listed = torch.cat([blocks, _spread(held, members, slots)], dim=2)
     there_too, read_too = _spread(in_arena, members, slots), _spread(read, members, slots)
-    output, lse = pieces.paged_attention(
-        queries, pool, places, listed, arena, there_too, read_too, positions, scale, softcap
-    )
+    output, lse = pieces.paged_attention(queries, pool, places, listed, arena, there_too, read_too, positions, scale, softcap)
     estimate = missing_logsumexp(logits, torch.cat([held, read], dim=2), low, high)
     share = torch.sigmoid(lse[members] - estimate).mean(2).masked_fill(~real, 0.0).sum() / real.sum()
     per_head = (read >= 0).sum(2).float()

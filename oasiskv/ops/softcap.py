@@ -23,8 +23,8 @@ def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
 def soft_capped_blocks(logits: Tensor, softcap: float | None, block_size: int) -> Tensor:
     """Block logits of capped logits, estimated from block logits without a cap, in place; as they are if `softcap` is `None`.
 
-    A block logit is that of `block_size` tokens. The estimate is exact where they are all alike. In general it is too low by at most
-    `log(block_size)`, or too high by as much, and it keeps the order of a query's blocks.
+    A block logit is that of `block_size` tokens. The estimate is exact where they are all alike, elsewhere
+    off by at most `log(block_size)`, and it keeps the order of a query's blocks.
     """
     if softcap is None:
         return logits

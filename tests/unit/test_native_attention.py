@@ -185,7 +185,7 @@ def test_with_a_soft_cap_an_endless_key_is_a_large_one_and_nan_stays_nan(path, v
 @pytest.mark.parametrize("softcap", [0.0, -1.0, math.nan, math.inf])
 def test_a_soft_cap_that_is_none_is_refused(softcap):
     library()
-    with pytest.raises(InputError, match="softcap is .*; it must be a finite number above 0, or None for no cap"):
+    with pytest.raises(InputError, match=r"softcap is .*; it must be a finite number above 0, or None for no cap"):
         ops.paged_attention(*make_case(), softcap)
 
 
