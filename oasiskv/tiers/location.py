@@ -26,11 +26,11 @@ def parse_bytes(text: str) -> int | None:
 def local_path(path: str | os.PathLike[str]) -> Path:
     """A path of this machine, with the home directory for `~` and `~user`. Raises `ConfigError` for an unknown user."""
     text = os.fspath(path)
-    expanded = os.path.expanduser(text)  # noqa: PTH111 - a Path would take ./~ for ~
+    expanded = os.path.expanduser(text)  # a Path would take ./~ for ~
     if expanded.startswith("~"):
         raise ConfigError(
-            f"path {text!r} begins with the home directory of a user that this machine does not have; write the whole path, or ./ "
-            "before a name that begins with ~"
+            f"path {text!r} begins with the home directory of a user that this machine does not have; write the whole path, or "
+            "./ before a name that begins with ~"
         )
     return Path(expanded)
 
