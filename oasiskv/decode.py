@@ -149,7 +149,15 @@ class DecodeRows:
 
     # Attention, once per layer
 
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
         """As `Step.attend`, for the rows of these sequences."""
         rooms = self._rooms
         pool = rooms.pool.slots
@@ -160,14 +168,21 @@ class DecodeRows:
         padded = self._pad(queries)
         blocks, slots = self._base_blocks, self._base_slots[layer]
         if self._sparse is None:
-            output = ops.paged_attention(padded, pool, slots, blocks, None, None, None, self._positions, scale)[0]
+            output = ops.paged_attention(padded, pool, slots, blocks, None, None, None, self._positions, scale, softcap)[0]
         else:
-            output = self._attend_sparse(layer, self._sparse, padded, slots, blocks, scale)
+            output = self._attend_sparse(layer, self._sparse, padded, slots, blocks, scale, softcap)
         self._remember(layer, padded)
         return self._unpad(output)
 
     def _attend_sparse(
-        self, layer: int, sparse: SparseRows, padded: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, scale: float
+        self,
+        layer: int,
+        sparse: SparseRows,
+        padded: torch.Tensor,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         """Attention where some sequences are sparse, and the work that follows from it."""
         rooms = self._rooms
@@ -176,13 +191,13 @@ class DecodeRows:
         if rooms.predictor.foreground:
             self._refresh_now(layer, index, queries)
         if self._correction is not None:
-            output = self._correction.attend(layer, padded, slots, blocks, index.summary_logits(queries), scale)
+            output = self._correction.attend(layer, padded, slots, blocks, index.summary_logits(queries), scale, softcap)
         else:
             selected, there = rooms.sets.selected.read(layer, sparse.rows)
             blocks = torch.cat([blocks, self._spread(selected)], dim=2)
             slots = torch.cat([slots, self._spread(there)], dim=2)
             pool, positions = rooms.pool.slots, self._positions
-            output = ops.paged_attention(padded, pool, slots, blocks, None, None, None, positions, scale)[0]
+            output = ops.paged_attention(padded, pool, slots, blocks, None, None, None, positions, scale, softcap)[0]
         if layer in self._hinted:
             rooms.predictor.learn(layer, queries, self._sparse_positions, sparse.rows)
         elif not rooms.predictor.foreground:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from .finite import all_finite, finite_rows
 from .layout import become_unsettled, lay_out, pool_slots, read_kv, trim
+from .ops.softcap import soft_capped
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _QUERY_CHUNK = 1024
 """Rows that attend at a time when there is a history, which bounds the mask."""
+_CAPPED_CHUNK = 256
+"""The same where logits have a soft cap, which bounds the logits themselves."""
 
 
 class PrefillRows:
@@ -38,14 +41,22 @@ class PrefillRows:
         self._finite = True
         self._tails: list[torch.Tensor | None] = [None] * manager.shape.num_layers
 
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
         """As `Step.attend`, for the rows of this sequence."""
         manager, sequence = self._manager, self.sequence
         past = sequence.length
         both = read_kv(manager.rooms, sequence, layer, spare=self.num_tokens)
         both[0, :, past:] = keys.transpose(0, 1)
         both[1, :, past:] = values.transpose(0, 1)
-        output = causal_attention(queries.transpose(0, 1), both[0], both[1], past, scale)
+        output = causal_attention(queries.transpose(0, 1), both[0], both[1], past, scale, softcap)
         self._store(layer, both)
         rooms = manager.rooms
         rooms.summary.observe(layer, finite_rows(queries), self._positions)
@@ -97,8 +108,17 @@ class PrefillRows:
         trim(self._manager.rooms, self.sequence)
 
 
-def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float) -> torch.Tensor:
+def causal_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    past: int,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """Causal attention of the last rows: `(query_heads, rows, head_dim)` over `(kv_heads, past + rows, head_dim)`."""
+    if softcap is not None:
+        return _capped_attention(queries, keys, values, past, scale, softcap)
     grouped = queries.shape[0] != keys.shape[0]
     if not past:
         return F.scaled_dot_product_attention(
@@ -121,3 +141,23 @@ def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
             )[0]
         )
     return torch.cat(outputs, dim=1)
+
+
+def _capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int, scale: float, softcap: float
+) -> torch.Tensor:
+    """The same with a soft cap of the logits, which torch's attention does not have. A chunk of rows of one kv head at a time,
+    so that the float32 logits held at once are at most `(group, _CAPPED_CHUNK, past + rows)`."""
+    heads, rows = keys.shape[0], queries.shape[1]
+    grouped = queries.unflatten(0, (heads, -1))
+    output = torch.empty_like(grouped)
+    for head in range(heads):
+        own_keys, own_values = keys[head].float(), values[head].float()
+        for start in range(0, rows, _CAPPED_CHUNK):
+            end = min(start + _CAPPED_CHUNK, rows)
+            seen = past + end
+            logits = (grouped[head, :, start:end].float() @ own_keys[:seen].T).mul_(scale)
+            future = torch.ones((end - start, seen), dtype=torch.bool, device=queries.device).triu(past + start + 1)
+            weights = soft_capped(logits, softcap).masked_fill_(future, float("-inf")).softmax(-1)
+            output[head, :, start:end] = (weights @ own_values[:seen]).to(output.dtype)
+    return output.flatten(0, 1)

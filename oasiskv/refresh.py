@@ -13,6 +13,7 @@ from .arena import Arena, SlotLease
 from .config import OasisConfig
 from .metrics import Counters
 from .ops.reference_step import at_blocks, replaced
+from .ops.softcap import soft_capped_blocks
 from .pool import Pool
 from .selected import KEPT_ABOVE
 from .types import EMPTY, ModelShape
@@ -42,21 +43,23 @@ class LayerIndex:
         self._pages = pages
         self._num_blocks = num_blocks
         self._scale = scale
+        self._softcap = rooms.sets.softcaps[layer]
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def summary_mass(self, queries: torch.Tensor) -> torch.Tensor:
         return ops.block_mass(self.summary_logits(queries), self._num_blocks, self._rooms.shape.kv_heads)
 
     def summary_logits(self, queries: torch.Tensor) -> torch.Tensor:
-        """As `KeySummary.score`."""
+        """As `KeySummary.score`; of capped logits, where the layer has a soft cap."""
         if self._last is None or self._last[0] is not queries:
-            self._last = (queries, self._rooms.summary.score(self.layer, queries, self._pages, self._scale))
+            logits = self._rooms.summary.score(self.layer, queries, self._pages, self._scale)
+            self._last = (queries, soft_capped_blocks(logits, self._softcap, self._rooms.config.block_size))
         return self._last[1]
 
     def exact_mass(self, queries: torch.Tensor) -> torch.Tensor:
         kv_heads = self._rooms.shape.kv_heads
         blocks, pages = self._rooms.arena.whole(self.layer, self._pages)
-        logits = ops.exact_logits(queries, blocks, pages, kv_heads, self._scale)
+        logits = ops.exact_logits(queries, blocks, pages, kv_heads, self._scale, self._softcap)
         return ops.block_mass(logits, self._num_blocks, kv_heads)
 
 

@@ -145,6 +145,8 @@ class Replay:
         self._hidden: dict[int, torch.Tensor] = {}
         self._low = torch.full((len(histories),), config.sink_blocks, device=shape.device)
         self._expected = self._expectations()
+        self._scale = shape.head_dim**-0.5
+        self._softcap: float | None = None
         self._first: list[torch.Tensor] = []
         self._floors = floors
         self._held = torch.zeros((len(histories), rows.num_steps), device=shape.device)
@@ -176,20 +178,25 @@ class Replay:
         if self.predictor.uses_hints:
             self._hidden[layer] = hidden
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """The next layer's attention: queries `(B, T, query_heads, head_dim)`, keys and values `(B, T, kv_heads, head_dim)`."""
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, softcap: float | None = None
+    ) -> torch.Tensor:
+        """The next layer's attention: queries `(B, T, query_heads, head_dim)`, keys and values `(B, T, kv_heads, head_dim)`;
+        `scale` and `softcap` as for `Step.attend`, the same for all layers."""
         layer, rows, config = len(self.reports), self.rows, self.config
+        self._scale, self._softcap = scale, softcap
         all_keys = torch.cat([torch.stack([history.keys[layer] for history in self.histories]), keys.transpose(1, 2)], 2)
         all_values = torch.cat([torch.stack([history.values[layer] for history in self.histories]), values.transpose(1, 2)], 2)
         start = rows.lengths[0]
         text = torch.cat([all_keys[:, :, :start], all_keys[:, :, start:][:, :, rows.kept]], 2)
         self._summarise(layer, text)
         num_blocks = torch.tensor(rows.lengths[:-1], device=text.device)[rows.step] // config.block_size
-        index = WholeIndex([history.summary for history in self.histories], layer, text, num_blocks, config.block_size, scale)
+        summaries = [history.summary for history in self.histories]
+        index = WholeIndex(summaries, layer, text, num_blocks, config.block_size, scale, softcap)
         selected, loaded = self.choose(layer, queries, index, text, scale)
         self._held += (selected >= 0).sum((2, 3))
         corrected = self._correct(queries, index, selected)
-        output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3), scale)
+        output, coverage = self._attend(queries, all_keys, all_values, torch.cat([selected, corrected], 3))
         self.reports.append(LayerReport(loaded, (corrected >= 0).sum(3), coverage))
         return output
 
@@ -277,7 +284,7 @@ class Replay:
             recent = history.recent[layer][None, -min(self.predictor.prompt_rows, length) :]
             sealed = torch.full(recent.shape[1:2], length // config.block_size, device=recent.device)
             keys = history.keys[layer][None, :, :length]
-            index = WholeIndex([history.summary], layer, keys, sealed, config.block_size, scale)
+            index = WholeIndex([history.summary], layer, keys, sealed, config.block_size, scale, self._softcap)
             mass = self.predictor.score(layer, recent, index)
             first.append(self.predictor.begin(layer, mass, self._members[number : number + 1]))
         score = torch.cat(first)
@@ -317,7 +324,7 @@ class Replay:
         return blocks.view(texts, steps, heads, -1)
 
     def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, scale: float
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the blocks of each step, `(B, I, kv_heads, K)`, and what every row sees anyway."""
         rows, config = self.rows, self.config
@@ -340,7 +347,13 @@ class Replay:
             for text in range(queries.shape[0]):
                 visible = told[:, None] & (base[:, None] | seen[text, step][..., number])
                 output, coverage = masked_attention(
-                    queries[text, own], keys[text], values[text], told, visible.transpose(0, 1), scale
+                    queries[text, own],
+                    keys[text],
+                    values[text],
+                    told,
+                    visible.transpose(0, 1),
+                    self._scale,
+                    self._softcap,
                 )
                 outputs.append(output)
                 coverages.append(coverage)

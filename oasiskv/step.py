@@ -11,6 +11,7 @@ import torch
 from .change import Change
 from .decode import DecodeRows
 from .errors import ArenaExhausted, InputError, StateError, TierError, WorkerError
+from .ops.softcap import require_softcap
 from .prefill import PrefillRows
 from .room import make_room
 from .sequence import Phase, Sequence
@@ -104,7 +105,13 @@ class Step(Uncopied):
 
     @torch.no_grad()
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Append the rows' keys and values, and attend. No gradient flows through it.
 
@@ -113,12 +120,13 @@ class Step(Uncopied):
             queries: `(num_rows, query_heads, head_dim)` after rotary embedding.
             keys, values: `(num_rows, kv_heads, head_dim)`, keys after rotary embedding.
             scale: of the logits; `head_dim ** -0.5` if `None`.
+            softcap: a logit `x` becomes `softcap * tanh(x / softcap)`; `None` leaves it as it is.
 
         Returns:
             The attention output, in the shape and dtype of `queries`.
 
         Raises:
-            InputError: a shape, dtype or device that is not the model's.
+            InputError: a shape, dtype or device that is not the model's, or a softcap that is no finite number above 0.
             StateError: a layer out of order.
             WorkerError: the background work of this layer failed in the last step. The step must be aborted.
         """
@@ -129,18 +137,20 @@ class Step(Uncopied):
         self._check("queries", queries, (self._total, shape.query_heads, shape.head_dim))
         self._check("keys", keys, (self._total, shape.kv_heads, shape.head_dim))
         self._check("values", values, (self._total, shape.kv_heads, shape.head_dim))
+        require_softcap(softcap)
         scale = shape.head_dim**-0.5 if scale is None else scale
-        self.manager.rooms.sets.scales[layer] = scale
+        sets = self.manager.rooms.sets
+        sets.scales[layer], sets.softcaps[layer] = scale, softcap
         if self._decode is not None and not self._prefills:
-            output = self._decode.attend(layer, queries, keys, values, scale)
+            output = self._decode.attend(layer, queries, keys, values, scale, softcap)
         else:
             output = torch.empty_like(queries)
             if self._decode is not None:
                 rows = self._decode.packed
-                output[rows] = self._decode.attend(layer, queries[rows], keys[rows], values[rows], scale)
+                output[rows] = self._decode.attend(layer, queries[rows], keys[rows], values[rows], scale, softcap)
             for prefill in self._prefills:
                 own = prefill.packed
-                output[own] = prefill.attend(layer, queries[own], keys[own], values[own], scale)
+                output[own] = prefill.attend(layer, queries[own], keys[own], values[own], scale, softcap)
         self._next_layer += 1
         return output
 

@@ -46,11 +46,17 @@ class TracedStep(Step):
             super().hint(layer, hidden)
 
     def attend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """As `Step.attend`."""
         with self._trace.slice(FOREGROUND, f"attend {layer}", layer=layer, rows=self._total):
-            return super().attend(layer, queries, keys, values, scale)
+            return super().attend(layer, queries, keys, values, scale, softcap)
 
     def commit(self, accepted: Sequences[int] | None = None) -> None:
         """As `Step.commit`."""

@@ -6,6 +6,7 @@ import torch
 
 from . import ops
 from .abc import KeySummary
+from .ops.softcap import soft_capped, soft_capped_blocks
 
 ROW_CHUNK = 128
 """Query rows whose logits over the whole text are held at a time."""
@@ -15,9 +16,17 @@ class WholeIndex:
     """A `BlockIndex` whose rows see different numbers of blocks: `num_blocks` is `(R,)`."""
 
     def __init__(
-        self, summaries: list[KeySummary], layer: int, keys: torch.Tensor, num_blocks: torch.Tensor, size: int, scale: float
+        self,
+        summaries: list[KeySummary],
+        layer: int,
+        keys: torch.Tensor,
+        num_blocks: torch.Tensor,
+        size: int,
+        scale: float,
+        softcap: float | None = None,
     ) -> None:
-        self._summaries, self._layer, self._scale, self._size = summaries, layer, scale, size
+        self._summaries, self._layer, self._size = summaries, layer, size
+        self._scale, self._softcap = scale, softcap
         self._count = int(num_blocks.max())
         self._keys = keys[:, :, : self._count * size]
         self._num_blocks = num_blocks
@@ -37,6 +46,7 @@ class WholeIndex:
             pages = torch.arange(count, device=queries.device)[None]
             for part in _chunks(rows[None]):
                 logits = summary.score(self._layer, part, pages, self._scale)
+                logits = soft_capped_blocks(logits, self._softcap, self._size)
                 parts.append(torch.nn.functional.pad(logits, (0, self._count - count)))
         return torch.cat(parts, 1)
 
@@ -45,6 +55,7 @@ class WholeIndex:
         for text, keys in zip(queries, self._keys, strict=True):
             grouped = text.view(text.shape[0], keys.shape[0], -1, text.shape[2])
             logits = torch.einsum("rhgd,htd->rhgt", grouped.float(), keys.float()).mul_(self._scale)
+            logits = soft_capped(logits, self._softcap)
             mass.append(self._mass(logits.unflatten(3, (-1, self._size)).logsumexp(4).flatten(1, 2)[None]))
         return torch.stack(mass)
 
@@ -58,7 +69,13 @@ def _chunks(queries: torch.Tensor) -> list[torch.Tensor]:
 
 
 def masked_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, told: torch.Tensor, visible: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    told: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(R, query_heads, head_dim)` over `(kv_heads, K, head_dim)`; `told` is `(R, K)`, `visible` `(kv_heads, R, K)`.
 
@@ -67,7 +84,7 @@ def masked_attention(
     count, query_heads, head_dim = queries.shape
     heads = keys.shape[0]
     grouped = queries.view(count, heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2).float()
-    logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).unflatten(1, (-1, count))
+    logits = soft_capped((grouped @ keys.float().transpose(1, 2)).mul_(scale), softcap).unflatten(1, (-1, count))
     whole = logits.masked_fill_(~told, float("-inf")).logsumexp(3)
     logits.masked_fill_(~visible[:, None], float("-inf"))
     lse = logits.logsumexp(3)

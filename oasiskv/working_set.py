@@ -34,6 +34,7 @@ class WorkingSets:
         recent = (0, recent_rows, shape.query_heads, shape.head_dim)
         self.recent = [torch.zeros(recent, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
         self.scales = [shape.head_dim**-0.5] * shape.num_layers
+        self.softcaps: list[float | None] = [None] * shape.num_layers
 
     def reserve_rows(self, rows: int) -> None:
         """Make room for `rows` sequences. No background work may run."""

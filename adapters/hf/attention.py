@@ -28,6 +28,14 @@ def uncompiled(function: Function) -> Function:
     return disabled
 
 
+_UNKNOWN_OPTIONS = {
+    "sliding_window": "a window",
+    "s_aux": "attention sinks",
+    "position_bias": "a bias of the logits by position",
+}
+"""What a model may pass to its attention that ours does not have."""
+
+
 class OasisLength(int):
     """A mask length that says it was given by an `OasisCache`; arithmetic makes it a plain number again."""
 
@@ -59,6 +67,7 @@ def oasis_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,  # noqa: ANN401 - whatever the model passes on
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the working set, in the signature of transformers' attention interface.
@@ -68,11 +77,16 @@ def oasis_attention(
     """
     layer: OasisLayer = getattr(key, _MARK)
     name = type(module).__name__
-    for option in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    for option, meaning in _UNKNOWN_OPTIONS.items():
         if kwargs.get(option) is not None:
             raise UnsupportedModel(
-                f"{name} uses {option} in a full-attention layer, which attention over a working set does not have"
+                f"{name} uses {option} ({meaning}) in a full-attention layer, which attention over a working set does not have"
             )
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedModel(
+            f"{name} attends to later tokens as well (is_causal is False); only causal attention can be served"
+        )
     if kwargs.get("output_attentions"):
         raise UnsupportedModel("output_attentions=True asks for the weights of all tokens, which a working set does not hold")
     if dropout and module.training:
@@ -82,4 +96,4 @@ def oasis_attention(
             f"{name} gets an attention mask of {attention_mask.ndim} dimensions; only causal attention with the 2-d padding "
             "mask (0 = padding) can be served"
         )
-    return layer.attend(query, key, value, attention_mask, scaling), None
+    return layer.attend(query, key, value, attention_mask, scaling, softcap), None

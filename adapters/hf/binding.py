@@ -23,6 +23,7 @@ from oasiskv.errors import InputError
 
 from . import interfaces
 from .attention import uncompiled
+from .forward_checks import check_tokens
 
 _bindings: weakref.WeakKeyDictionary[PreTrainedModel, Binding] = weakref.WeakKeyDictionary()
 _open: set[object] = set()
@@ -31,7 +32,13 @@ _lock = threading.RLock()
 
 
 class BoundCache(Cache):
-    """A cache whose model has a `Binding`; it is called before and after each forward, and for each decoder layer."""
+    """A cache whose model has a `Binding`; it is called before and after each forward, and for each decoder layer.
+
+    Attributes:
+        columns: that it holds.
+    """
+
+    columns: int
 
     def before_forward(self, model: PreTrainedModel) -> None:
         """A forward of `model` gets this cache."""
@@ -198,9 +205,7 @@ def _check(model: PreTrainedModel, cache: BoundCache, arguments: tuple[Any, ...]
                 f"the OasisCache was passed as {name}=, which {type(model).__name__} of transformers "
                 f"{transformers.__version__} ignores; pass it as {taken}= (OasisCache.keyword tells)"
             )
-    for tokens in (*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds")):
-        if isinstance(tokens, torch.Tensor) and tokens.shape[1] == 0:
-            raise InputError("the forward has no tokens; a prompt needs at least one")
+    check_tokens((*arguments[:1], keywords.get("input_ids"), keywords.get("inputs_embeds")), cache.columns)
     Binding.of(model).check()
     cache.before_forward(model)
 

@@ -16,6 +16,7 @@ from .attention import OasisLength, marked, uncompiled
 from .binding import Binding, cache_keyword
 from .changes import ChangingCache
 from .forward import Forward
+from .forward_checks import check_mode
 from .gradients import attend_without_gradient, wants_gradient
 from .projection import HFProjection, ResidualStream
 from .refusals import NoLayerAlone
@@ -67,10 +68,11 @@ class OasisLayer(NoLayerAlone):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scale: float | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         """See `oasis_attention`."""
         cache = self.cache
-        attend = partial(cache.attend, self.index, query, key, value, mask, scale)
+        attend = partial(cache.attend, self.index, query, key, value, mask, scale, softcap)
         return attend_without_gradient(attend, (query, key, value), cache.history_recorded(key, value))
 
     def activate_past_recording(self) -> None:
@@ -111,7 +113,7 @@ class OasisCache(ChangingCache):
 
     def __init__(self, model: PreTrainedModel, config: OasisConfig | None = None, trace: Trace | None = None) -> None:
         layers, full = stock_layers(model)
-        shape = model_shape(model, len(full))
+        shape = model_shape(model, full)
         projection = HFProjection.of(model, full, shape)
         manager = KVManager(shape, config, projection=projection, trace=trace)
         shared = Shared(manager, Binding.of(model))
@@ -160,13 +162,14 @@ class OasisCache(ChangingCache):
         """Called before every forward that gets this cache.
 
         Raises:
-            InputError: for another model than the cache's own.
+            InputError: for another model than the cache's own, or a mode of it in which a cache cannot work.
             StateError: another thread uses the cache or a copy of it, or stock layers were left in the middle of a forward.
         """
         if self._model() is not model:
             raise InputError(
                 f"the OasisCache was made for another {type(self._model()).__name__}; call OasisCache.for_model for each model"
             )
+        check_mode(model, self.shape)
         self._turn.begin(Forward(id(self)))
         try:
             self._settle()
@@ -223,6 +226,7 @@ class OasisCache(ChangingCache):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scale: float | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         """Store and attend the rows of one layer; `(batch, rows, query_heads, head_dim)`."""
         forward = self._forward
@@ -234,7 +238,7 @@ class OasisCache(ChangingCache):
             step = self._step()
             self._check_projection(forward, layer, query)
             queries, keys, values = (_pack(rows, forward.select) for rows in (query, key, value))
-            output = step.attend(layer, queries, keys, values, scale)
+            output = step.attend(layer, queries, keys, values, scale, softcap)
             forward.served += 1
             if step.complete:
                 self.columns += query.shape[2]

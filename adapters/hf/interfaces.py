@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -61,6 +62,8 @@ def attention_before(stock: Attention) -> Attention:
         **keywords: Any,  # noqa: ANN401 - whatever the model passes on
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_marked(key):
+            if stock is sdpa_attention_forward:
+                keywords.pop("softcap", None)  # sdpa has no soft cap, in stock models neither
             return oasis_attention(module, query, key, *arguments, **keywords)
         return stock(module, query, key, *arguments, **keywords)
 

@@ -23,7 +23,6 @@ from oasiskv.types import MAX_STEP_ROWS
 
 from .binding import Binding, cache_keyword
 from .replay_cache import RECENT_ROWS, Prompt, ReplayCache, ReplayLayer
-from .shape import model_shape
 
 
 @torch.no_grad()
@@ -161,13 +160,13 @@ def _run(
     kind: Callable[..., Replay],
     floors: torch.Tensor | None,
 ) -> tuple[Replay, torch.Tensor]:
-    shape = model_shape(model, len(prompts[0].keys))
+    cache = ReplayCache(model)
+    shape = cache.shape
     predictor = registry.load(registry.PREDICTORS, config.predictor, Predictor)(shape, config)
     if predictor.prompt_rows > RECENT_ROWS:
         raise InputError(
             f"predictor {config.predictor!r} wants {predictor.prompt_rows} rows of a prompt, and a replay has {RECENT_ROWS}"
         )
-    cache = ReplayCache(model)
     cache.take_stock(prompts)
     cache.bind(predictor)
     for prompt in prompts:

@@ -87,13 +87,14 @@ class ReplayLayer(CacheLayerMixin):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         scale: float | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         """`(batch, heads, rows, head_dim)` to `(batch, rows, query_heads, head_dim)`."""
         cache = self._cache()
         if cache is None:
             raise InputError("the cache of this layer is gone")
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        return cache.attend(self._index, query, key, value, scale)
+        return cache.attend(self._index, query, key, value, scale, softcap)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys."""
@@ -114,7 +115,7 @@ class ReplayCache(BoundCache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         layers, full = stock_layers(model)
-        self.shape = model_shape(model, len(full))
+        self.shape = model_shape(model, full)
         for number, index in enumerate(full):
             layers[index] = ReplayLayer(self, number)
         super().__init__(layers=layers)
@@ -149,19 +150,35 @@ class ReplayCache(BoundCache):
         if self.replay is not None:
             self.replay.hint(target, hidden)
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
         """Replay if there is a replay, else full attention; a prompt that is being read keeps what it sees."""
         if self.replay is not None:
-            return self.replay.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
+            return self.replay.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, softcap)
         if self.reading:
-            return self._read(layer, query, key, value, scale)
+            return self._read(layer, query, key, value, scale, softcap)
         outputs = []
         for prompt, queries, keys, values in zip(self.prompts, query, key, value, strict=True):
             whole = torch.cat([prompt.keys[layer], keys], 1), torch.cat([prompt.values[layer], values], 1)
-            outputs.append(causal_attention(queries, *whole, prompt.length, scale))
+            outputs.append(causal_attention(queries, *whole, prompt.length, scale, softcap))
         return torch.stack(outputs).transpose(1, 2)
 
-    def _read(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def _read(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
         prompt = self.prompts[0]
         queries = query[0].transpose(0, 1)
         if self.length == 0:
@@ -177,7 +194,8 @@ class ReplayCache(BoundCache):
         positions = torch.arange(self.length, self.length + queries.shape[0], device=queries.device)
         for summary in prompt.summaries.values():
             summary.observe(layer, queries, positions)
-        return causal_attention(query[0], prompt.keys[layer], prompt.values[layer], self.length, scale).transpose(0, 1)[None]
+        keys, values = prompt.keys[layer], prompt.values[layer]
+        return causal_attention(query[0], keys, values, self.length, scale, softcap).transpose(0, 1)[None]
 
     def take_stock(self, prompts: list[Prompt]) -> None:
         """Use copies of a prompt's other cache layers."""

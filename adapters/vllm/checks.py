@@ -322,7 +322,7 @@ def _model_faults(vllm_config: Any) -> Iterator[str]:
         yield f"{name}which has ALiBi: its attention needs the places of tokens, which lent blocks do not keep"
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap:
-        yield f"{name}with attn_logit_softcapping {cap}; OasisKV's attention has no soft cap of the logits"
+        yield f"{name}with attn_logit_softcapping {cap}; the adapter does not hand a soft cap of the logits on"
     if getattr(text, "model_type", None) == "gpt_oss" or getattr(text, "add_full_attention_sink_bias", False):
         yield f"{name}which has learnt attention sinks; OasisKV's attention has no place for them"
     shared = getattr(text, "num_kv_shared_layers", 0)

@@ -145,7 +145,7 @@ class CorrectedAttention {
         call.num_slots = a.num_slots, call.num_arena_slots = a.num_arena_slots;
         call.queries_sequence_stride = a.queries_sequence_stride, call.queries_row_stride = a.queries_row_stride;
         call.queries_head_stride = a.queries_head_stride, call.dtype = a.dtype;
-        call.num_threads = a.num_threads, call.scale = a.scale;
+        call.num_threads = a.num_threads, call.scale = a.scale, call.softcap = a.softcap;
         return oasis_paged_attention(&call);
     }
 

@@ -215,6 +215,23 @@ OASIS_INLINE F32 log_of(F32 x) {
     return x == x ? result : x;
 }
 
+// tanh, to 4 ulp; NaN stays NaN.
+OASIS_INLINE F32 tanh_of(F32 x) {
+    const U32 sign = reinterpret_cast<U32>(x) & 0x80000000u;
+    const F32 size = reinterpret_cast<F32>(reinterpret_cast<U32>(x) & 0x7fffffffu);
+    // (1 - e) / (1 + e) loses digits near 0, where the series of tanh is short.
+    const F32 e = exp2_nonpositive(size * -2.88539008f);
+    const F32 x2 = size * size;
+    F32 series = broadcast(62.0f / 2835) * x2 - 17.0f / 315;
+    series = series * x2 + 2.0f / 15;
+    series = series * x2 - 1.0f / 3;
+    const F32 near = size + size * x2 * series, far = (1.0f - e) / (1.0f + e);
+    return reinterpret_cast<F32>(reinterpret_cast<U32>(size < 0.25f ? near : far) | sign);
+}
+
+// A logit whose size stays below `cap`, which is above 0.
+OASIS_INLINE F32 soft_capped(F32 logit, float cap) { return tanh_of(logit / cap) * cap; }
+
 // Into the second-level cache: it can wait for more lines at once than the first level can. Measured on Zen 4 with scattered blocks of
 // 8 KiB: 1.5 times the bandwidth of prefetching into the first level, 2.3 times with huge pages.
 OASIS_INLINE void prefetch(const void *address) { __builtin_prefetch(address, 0, 2); }

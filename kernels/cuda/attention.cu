@@ -58,6 +58,7 @@ extern "C" int32_t oasis_paged_attention(const oasis_paged_attention_args *args)
     if (a.dtype < OASIS_FLOAT32 || a.dtype > OASIS_FLOAT16) return fail(OASIS_INVALID, "dtype is %lld", shown(a.dtype));
     if (a.block_size < 1 || a.head_dim < 1)
         return fail(OASIS_INVALID, "block_size is %lld and head_dim %lld", shown(a.block_size), shown(a.head_dim));
+    if (!(a.softcap >= 0.0f)) return fail(OASIS_INVALID, "softcap is %g", static_cast<double>(a.softcap));
     if (!on_16_bytes(a.pool) || !on_16_bytes(a.arena)) return fail(OASIS_UNSUPPORTED, "pool and arena are not aligned to 16 bytes");
     const AttentionPlan plan = plan_attention(a, block_rows(a));
     if (a.kv_heads > kMaxGridYZ || a.sequences * plan.row_groups > kMaxGridYZ)

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(oasis_paged_attenti
         for (int token = own_token; token < kTokens; token += 8) {
             const bool seen = positions[now * kTokens + token] <= limit;
             weights[own_row * (kTokens + 1) + token] =
-                seen ? dot(queries + own_row * row, keys + token * row, head_dim) * a.scale : -INFINITY;
+                seen ? soft_capped(dot(queries + own_row * row, keys + token * row, head_dim) * a.scale, a.softcap) : -INFINITY;
         }
         __syncthreads();
         if (tid < kRows) {

@@ -92,9 +92,10 @@ template <class T, int D> struct WarpState {
             for (int i = 0; i < 4; ++i) output[n][i] = 0.0f;
     }
 
-    // Sixteen tokens; `keys` and `values` are those of the stage, `first` is the first of the tokens in it.
+    // Sixteen tokens; `keys` and `values` are those of the stage, `first` is the first of the tokens in it. `scale` and `softcap` are
+    // those of logits in powers of two.
     __device__ __forceinline__ void attend(const unsigned char *keys, const unsigned char *values, const int *positions, int first,
-                                           float scale) {
+                                           float scale, float softcap) {
         using L = Layout<D>;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         float logits[2][4] = {};
@@ -117,7 +118,7 @@ template <class T, int D> struct WarpState {
                 for (int i = 0; i < 2; ++i) {
                     float &logit = logits[n][2 * half + i];
                     const bool seen = positions[first + 8 * n + 2 * (lane % 4) + i] <= limits[half];
-                    logit = seen ? logit * scale : -INFINITY;
+                    logit = seen ? soft_capped(logit * scale, softcap) : -INFINITY;
                     top = not_below(top, logit);
                 }
             top = not_below(top, __shfl_xor_sync(kWarp, top, 1));
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(Layout<D>::kThreads) attention_kernel(oasis_pa
     WarpState<T, D> state;
     state.begin(a, sequence, head, block_row + tile * kTile, plan.group_rows);
 
-    const float scale = a.scale * kLog2E;
+    const float scale = a.scale * kLog2E, softcap = a.softcap * kLog2E;
     if (stages > 0) load_stage<T, D>(a, list, 0, buffers, positions);
     commit_async();
     for (int stage = 0; stage < stages; ++stage) {
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(Layout<D>::kThreads) attention_kernel(oasis_pa
         __syncthreads();
         const unsigned char *keys = buffers + now * L::kStageBytes;
         for (int part = first_part; part < L::kTokens / kTile; part += parts)
-            state.attend(keys, keys + L::kTileBytes, positions + now * L::kTokens, part * kTile, scale);
+            state.attend(keys, keys + L::kTileBytes, positions + now * L::kTokens, part * kTile, scale, softcap);
         __syncthreads(); // all have read it: it may be overwritten
     }
     wait_async<0>();

@@ -70,5 +70,5 @@ extern "C" int32_t oasis_bit2_write(const oasis_bit2_write_args *args) {
 extern "C" int32_t oasis_bit2_score(const oasis_bit2_score_args *args) {
     const auto &a = *args;
     const Codes codes{a.codes, a.slots, a.bounds, a.blocks, a.num_slots, a.kv_heads, a.block_size, a.head_dim};
-    return score_blocks("bit2_score", query_view(a), codes, a.dtype, a.blocks, a.block_size, a.scale, a.logits, a.stream);
+    return score_blocks("bit2_score", query_view(a), codes, a.dtype, a.blocks, a.block_size, a.scale, 0.0f, a.logits, a.stream);
 }

@@ -94,7 +94,8 @@ __device__ __forceinline__ float logsumexp_of(const float *values, int count, in
 // Source: `bool find(sequence, head, block)` for all threads alike, then `float key(token, dim)` of what was found.
 template <class T, class Source>
 __global__ void __launch_bounds__(kScoreThreads)
-    block_scores_kernel(QueryView q, Source source, int64_t blocks, int64_t block_size_, float scale, float *logits) {
+    block_scores_kernel(QueryView q, Source source, int64_t blocks, int64_t block_size_, float scale, float softcap,
+                        float *logits) {
     const int head_dim = static_cast<int>(q.head_dim), block_size = static_cast<int>(block_size_), row = head_dim + 4;
     const int tid = static_cast<int>(threadIdx.x);
     Carver carver;
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kScoreThreads)
         __syncthreads();
         for (int pair = tid; pair < rows * block_size; pair += kScoreThreads) {
             const int m = pair / block_size, token = pair % block_size;
-            products[m * (block_size + 1) + token] = dot4(queries + m * row, keys + token * row, head_dim);
+            products[m * (block_size + 1) + token] = soft_capped(dot4(queries + m * row, keys + token * row, head_dim), softcap);
         }
         __syncthreads();
         for (int m = tid; m < rows; m += kScoreThreads)
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kScoreThreads)
 
 template <class Source>
 int32_t score_blocks(const char *name, const QueryView &q, const Source &source, int64_t dtype, int64_t blocks, int64_t block_size,
-                     float scale, float *logits, void *stream) {
+                     float scale, float softcap, float *logits, void *stream) {
     if (int32_t status = check_queries(q)) return status;
     if (q.sequences == 0 || q.rows == 0 || blocks == 0 || block_size < 1) return OASIS_OK;
     const int64_t row = (q.head_dim + 4) * static_cast<int64_t>(sizeof(float));
@@ -138,7 +139,7 @@ int32_t score_blocks(const char *name, const QueryView &q, const Source &source,
                     static_cast<unsigned>(q.sequences * ceil_div(q.group_rows(), int64_t{kScoreRows})));
     return with_dtype(dtype, [&](auto type) {
         return launch(name, block_scores_kernel<decltype(type), Source>, grid, kScoreThreads, shared, stream, q, source, blocks,
-                      block_size, scale, logits);
+                      block_size, scale, softcap, logits);
     });
 }
 

@@ -57,6 +57,9 @@ template <class Function> int32_t with_dtype(int64_t dtype, Function &&function)
 
 __device__ __forceinline__ float not_below(float a, float b) { return a > b ? a : b; }
 
+// A logit whose size stays below `cap`; as it is if that is 0.
+__device__ __forceinline__ float soft_capped(float logit, float cap) { return cap > 0.0f ? cap * tanhf(logit / cap) : logit; }
+
 __device__ __forceinline__ float warp_max(float x) {
     for (int flip = 16; flip > 0; flip /= 2) x = not_below(x, __shfl_xor_sync(kWarp, x, flip));
     return x;

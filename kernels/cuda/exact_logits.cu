@@ -26,9 +26,11 @@ using namespace oasis;
 
 extern "C" int32_t oasis_exact_logits(const oasis_exact_logits_args *args) {
     const auto &a = *args;
+    if (!(a.softcap >= 0.0f)) return fail(OASIS_INVALID, "softcap is %g", static_cast<double>(a.softcap));
     return with_dtype(a.dtype, [&](auto type) {
         using T = decltype(type);
         const Keys<T> keys{static_cast<const T *>(a.arena), a.pages, a.blocks, a.num_pages, a.kv_heads, a.block_size, a.head_dim};
-        return score_blocks("exact_logits", query_view(a), keys, a.dtype, a.blocks, a.block_size, a.scale, a.logits, a.stream);
+        return score_blocks("exact_logits", query_view(a), keys, a.dtype, a.blocks, a.block_size, a.scale, a.softcap, a.logits,
+                            a.stream);
     });
 }

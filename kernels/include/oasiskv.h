@@ -34,7 +34,7 @@
 extern "C" {
 #endif
 
-#define OASIS_ABI_VERSION 5
+#define OASIS_ABI_VERSION 6
 #define OASIS_EMPTY (-1)
 
 enum oasis_status {
@@ -140,6 +140,7 @@ typedef struct {
     void *scratch;
     int64_t scratch_bytes;
     float scale;
+    float softcap; /* above 0: a logit x becomes softcap * tanh(x / softcap); 0: it stays as it is */
 } oasis_paged_attention_args;
 
 typedef struct {
@@ -164,6 +165,7 @@ typedef struct {
     void *scratch;
     int64_t scratch_bytes;
     float scale;
+    float softcap; /* of the tokens' logits, as in paged_attention */
 } oasis_exact_logits_args;
 
 typedef struct {
@@ -472,6 +474,7 @@ typedef struct {
     void *stream;
     float least_gain;
     float scale;
+    float softcap; /* as in paged_attention; `logits` are what they are */
 } oasis_corrected_attention_args;
 
 typedef struct {

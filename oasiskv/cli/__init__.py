@@ -6,12 +6,13 @@ import argparse
 import sys
 
 from .. import __version__
-from ..errors import OasisError
+from ..errors import ConfigError, InputError, OasisError, PluginError
 from . import calibrate, doctor, evaluate, generate
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 1 for an error that the message explains, 2 for bad usage, 130 after Ctrl-C."""
+    """Run the command; the exit code is 0, 1 for an error that the message explains, 2 for an option
+    that cannot be right, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="oasiskv", description="Long contexts with a bounded KV working set on the device and the full KV in host memory."
     )
@@ -28,5 +29,5 @@ def main(arguments: list[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except (OasisError, OSError, ImportError) as error:
-        print(f"oasiskv: error: {error}", file=sys.stderr)
-        return 1
+        print(f"oasiskv: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, InputError | ConfigError | PluginError) else 1

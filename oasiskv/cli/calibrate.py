@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import InputError
-from .inputs import read_file, read_sample
+from .inputs import check_device, load_session, read_file, read_sample
 
 DEFAULT_MAX_TOKENS = 32768
 """Where a model names no longest context."""
@@ -46,16 +46,16 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < least:
             raise InputError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    check_device(options.device)
     texts = [read_sample(name) for name in options.sample_text or []] + [
         read_file(path, "--text") for path in options.text or []
     ]
-    from ..adapters.hf import run as runner
     from ..adapters.hf.calibrate import calibrate
     from .progress import Progress
 
     with Progress(quiet=False) as progress:
         progress.say(f"loading {options.model}")
-        session = runner.Session.load(options.model, options.dtype, options.device, None, 0)
+        session = load_session(options.model, options.dtype, options.device)
         ids = [session.encode(text, None, options.tokens) for text in texts]
         short = min(int(own.shape[1]) for own in ids)
         if short < 256:

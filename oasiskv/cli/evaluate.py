@@ -18,7 +18,7 @@ from .. import __version__, registry
 from ..abc import KeySummary, Predictor
 from ..config import OasisConfig
 from ..errors import InputError
-from .inputs import read_file, read_sample
+from .inputs import check_device, load_session, read_file, read_sample
 from .verdict import Result, Text
 
 if TYPE_CHECKING:
@@ -72,15 +72,15 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     _check(options)
     configs = _configs(options)
+    check_device(options.device)
     texts = _read(options)
     from ..adapters.hf import measure
-    from ..adapters.hf import run as runner
     from .progress import Progress
 
     start = time.perf_counter()
     with Progress(quiet=options.json) as progress:
         progress.say(f"loading {options.model}")
-        session = runner.Session.load(options.model, options.dtype, options.device, None, 0)
+        session = load_session(options.model, options.dtype, options.device)
         ids = _encode(session, texts, options)
         counts = {name: min(options.spans, own.shape[1] - _needed(options) + 1) for name, own in ids.items()}
         progress.start("reading with full attention", sum(counts.values()) * (_needed(options) - 1))

@@ -11,7 +11,7 @@ from ..config import OasisConfig
 from ..errors import InputError
 from ..tiers.location import parse_bytes
 from ..trace import Trace
-from .inputs import read_file, read_sample
+from .inputs import check_device, load_session, read_file, read_sample
 
 if TYPE_CHECKING:
     from ..adapters.hf.run import Report
@@ -85,13 +85,13 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None and options.trace.is_dir():
         raise InputError(f"--trace is {options.trace}, a directory; name a file")
     trace = Trace() if options.trace is not None else None
+    check_device(options.device)
     text = _read(options)
-    from ..adapters.hf import run as runner
     from .progress import Progress
 
     with Progress(quiet=options.json) as progress:
         progress.say(f"loading {options.model}")
-        session = runner.Session.load(options.model, options.dtype, options.device, options.draft, options.draft_tokens)
+        session = load_session(options.model, options.dtype, options.device, options.draft, options.draft_tokens)
         prompt = session.encode(text, options.question, options.max_prompt_tokens)
         progress.say(f"{prompt.shape[1]} prompt tokens, budget {config.budget_tokens} per head")
         write = session.compare if options.compare else session.generate

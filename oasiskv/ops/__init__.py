@@ -21,9 +21,9 @@ _SCHEMAS = {
     "copy_blocks": "(Tensor source, Tensor(a!) target, Tensor source_slots, Tensor target_slots) -> ()",
     "paged_attention": (
         "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor? arena, Tensor? arena_slots, "
-        "Tensor? arena_blocks, Tensor positions, float scale) -> (Tensor, Tensor)"
+        "Tensor? arena_blocks, Tensor positions, float scale, float? softcap=None) -> (Tensor, Tensor)"
     ),
-    "exact_logits": "(Tensor queries, Tensor arena, Tensor pages, int kv_heads, float scale) -> Tensor",
+    "exact_logits": ("(Tensor queries, Tensor arena, Tensor pages, int kv_heads, float scale, float? softcap=None) -> Tensor"),
     "block_mass": "(Tensor logits, Tensor num_blocks, int kv_heads) -> Tensor",
     "top_missing": "(Tensor mass, Tensor resident, Tensor low, Tensor high, int count) -> (Tensor, Tensor)",
     "select": (
@@ -36,7 +36,7 @@ _SCHEMAS = {
     "corrected_attention": (
         "(Tensor queries, Tensor pool, Tensor slots, Tensor blocks, Tensor arena, Tensor arena_slots, Tensor logits, "
         "Tensor num_blocks, Tensor members, Tensor rows, Tensor selected, Tensor selected_slots, Tensor low, Tensor high, "
-        "Tensor weights, Tensor positions, int per_row, float least_gain, float scale) -> (Tensor, Tensor)"
+        "Tensor weights, Tensor positions, int per_row, float least_gain, float scale, float? softcap=None) -> (Tensor, Tensor)"
     ),
     "mark_places": "(Tensor(a!) blocks, Tensor slots, Tensor rows, Tensor kept, Tensor places) -> Tensor",
     "load_blocks": "(Tensor arena, Tensor(a!) pool, Tensor arena_slots, Tensor blocks, Tensor slots) -> Tensor",
@@ -136,7 +136,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "append_rows": _nothing,
     "copy_blocks": _nothing,
     "paged_attention": _fake_attention,
-    "exact_logits": lambda queries, arena, pages, kv_heads, scale: _like_logits(queries, pages),
+    "exact_logits": lambda queries, arena, pages, *_: _like_logits(queries, pages),
     "block_mass": _fake_mass,
     "top_missing": _fake_missing,
     "select": _fake_select,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from struct import Struct
 
-VERSION = 5
+VERSION = 6
 
 OK = 0
 INVALID = 1
@@ -24,9 +24,9 @@ _append_rows = Struct("@PPPPPqqqqqqqqqqqP0q")
 
 _copy_blocks = Struct("@PPPPqqqqqP0q")
 
-_paged_attention = Struct("@PPPPPPPPPPqqqqqqqqqqqqqqqPPqf0q")
+_paged_attention = Struct("@PPPPPPPPPPqqqqqqqqqqqqqqqPPqff0q")
 
-_exact_logits = Struct("@PPPPqqqqqqqqqqqqqPPqf0q")
+_exact_logits = Struct("@PPPPqqqqqqqqqqqqqPPqff0q")
 
 _block_mass = Struct("@PPPqqqqqqPPq0q")
 
@@ -54,7 +54,7 @@ _transform_score = Struct("@PPPPPPPPPqqqqqqqqqqqqqqqPPqf0q")
 
 _read_slots = Struct("@PPPqqqqP0q")
 
-_corrected_attention = Struct("@PPPPPPPPPPPPPPPPPPqqqqqqqqqqqqqqqqqqqPff0q")
+_corrected_attention = Struct("@PPPPPPPPPPPPPPPPPPqqqqqqqqqqqqqqqqqqqPfff0q")
 
 _mark_places = Struct("@PPPPPPqqqqqqP0q")
 
@@ -168,6 +168,7 @@ def paged_attention(
     scratch: int = 0,
     scratch_bytes: int = 0,
     scale: float,
+    softcap: float,
 ) -> bytes:
     """Arguments of `oasis_paged_attention`."""
     return _paged_attention.pack(
@@ -200,6 +201,7 @@ def paged_attention(
         scratch,
         scratch_bytes,
         scale,
+        softcap,
     )
 
 
@@ -226,6 +228,7 @@ def exact_logits(
     scratch: int = 0,
     scratch_bytes: int = 0,
     scale: float,
+    softcap: float,
 ) -> bytes:
     """Arguments of `oasis_exact_logits`."""
     return _exact_logits.pack(
@@ -250,6 +253,7 @@ def exact_logits(
         scratch,
         scratch_bytes,
         scale,
+        softcap,
     )
 
 
@@ -845,6 +849,7 @@ def corrected_attention(
     stream: int = 0,
     least_gain: float,
     scale: float,
+    softcap: float,
 ) -> bytes:
     """Arguments of `oasis_corrected_attention`."""
     return _corrected_attention.pack(
@@ -888,6 +893,7 @@ def corrected_attention(
         stream,
         least_gain,
         scale,
+        softcap,
     )
 
 

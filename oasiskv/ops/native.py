@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from . import reference
 from ._library import DTYPES, Library
+from .softcap import require_softcap
 
 
 def table(name: str, value: Tensor) -> Tensor:
@@ -49,6 +50,12 @@ def query_shape(queries: Tensor, head_dim: int, heads_table: Tensor) -> tuple[in
             "sequences, and the query heads a multiple of the kv heads"
         )
     return sequences, rows, query_heads, kv_heads
+
+
+def c_softcap(softcap: float | None) -> float:
+    """A soft cap as the library has it: 0 where there is none."""
+    require_softcap(softcap)
+    return softcap or 0.0
 
 
 class Moves:
@@ -139,8 +146,10 @@ class Attention:
         arena_blocks: Tensor | None,
         positions: Tensor,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As the reference."""
+        rest = (pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale, softcap)
         require_slots("pool", pool)
         num_slots, _, block_size, head_dim = pool.shape
         sequences, rows, query_heads, kv_heads = query_shape(queries, head_dim, slots)
@@ -164,7 +173,7 @@ class Attention:
         dense = pool.is_contiguous() and (arena is None or arena.is_contiguous())
         alike = queries.dtype is pool.dtype and (arena is None or arena.dtype is pool.dtype)
         if dtype is None or not dense or not alike:
-            return reference.paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale)
+            return reference.paged_attention(queries, *rest)
         queries = queries if queries.stride(3) == 1 else queries.contiguous()
         slots, blocks, positions = table("slots", slots), table("blocks", blocks), table("positions", positions)
         output = torch.empty((sequences, rows, query_heads, head_dim), dtype=queries.dtype, device=queries.device)
@@ -196,12 +205,15 @@ class Attention:
             queries_head_stride=strides[2],
             dtype=dtype,
             scale=scale,
+            softcap=c_softcap(softcap),
         )
         if served:
             return output, logsumexp
-        return reference.paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale)
+        return reference.paged_attention(queries, *rest)
 
-    def exact_logits(self, queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float) -> Tensor:
+    def exact_logits(
+        self, queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """As the reference."""
         require_slots("arena", arena)
         num_slots, _, block_size, head_dim = arena.shape
@@ -215,7 +227,7 @@ class Attention:
         require_shape("pages", pages, (sequences, pages.shape[-1]), "(sequences, blocks)")
         dtype = DTYPES.get(arena.dtype)
         if dtype is None or queries.dtype is not arena.dtype or not arena.is_contiguous():
-            return reference.exact_logits(queries, arena, pages, kv_heads, scale)
+            return reference.exact_logits(queries, arena, pages, kv_heads, scale, softcap)
         queries, pages = queries if queries.stride(3) == 1 else queries.contiguous(), table("pages", pages)
         blocks = pages.shape[1]
         logits = torch.empty((sequences, rows, query_heads, blocks), dtype=torch.float32, device=queries.device)
@@ -238,5 +250,6 @@ class Attention:
             queries_head_stride=strides[2],
             dtype=dtype,
             scale=scale,
+            softcap=c_softcap(softcap),
         )
-        return logits if served else reference.exact_logits(queries, arena, pages, kv_heads, scale)
+        return logits if served else reference.exact_logits(queries, arena, pages, kv_heads, scale, softcap)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import InputError
 from . import reference_step as reference
 from ._library import DTYPES, Library
-from .native import query_shape, require_shape, require_slots, table
+from .native import c_softcap, query_shape, require_shape, require_slots, table
 from .native_tables import require_places
 
 
@@ -39,11 +39,12 @@ class Steps:
         per_row: int,
         least_gain: float,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As the reference."""
         arguments = (
             queries, pool, slots, blocks, arena, arena_slots, logits, num_blocks, members, rows, selected, selected_slots, low,
-            high, weights, positions, per_row, least_gain, scale,
+            high, weights, positions, per_row, least_gain, scale, softcap,
         )  # fmt: skip
         require_slots("pool", pool)
         require_slots("arena", arena)
@@ -118,6 +119,7 @@ class Steps:
             dtype=dtype,
             least_gain=least_gain,
             scale=scale,
+            softcap=c_softcap(softcap),
         )
         if served:
             return output, counts

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..types import EMPTY
+from .softcap import soft_capped
 
 
 def append_rows(pool: Tensor, keys: Tensor, values: Tensor, slots: Tensor, offsets: Tensor) -> None:
@@ -49,6 +50,7 @@ def paged_attention(
     arena_blocks: Tensor | None,
     positions: Tensor,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query rows over the working set of each kv head.
 
@@ -62,6 +64,7 @@ def paged_attention(
         arena, arena_slots, arena_blocks: the same for blocks that are read in place, `(S, H, M)`; all three or none.
         positions: `(S, R)` of the rows; below 0 for padding rows.
         scale: of the logits.
+        softcap: of the scaled logits, see `soft_capped`; `None` for none.
 
     Returns:
         Output in the queries' dtype, `(S, R, Hq, D)`, zero for a row that sees nothing; and the natural logsumexp of its
@@ -84,7 +87,7 @@ def paged_attention(
     group = query_heads // kv_heads
     grouped = queries.view(sequences, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(sequences, kv_heads, group * rows, head_dim).float()
-    logits = (grouped @ keys.transpose(2, 3)).mul_(scale)
+    logits = soft_capped((grouped @ keys.transpose(2, 3)).mul_(scale), softcap)
     logits = logits.view(sequences, kv_heads, group, rows, token.shape[2])
     logits.masked_fill_(~visible[:, :, None], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
@@ -106,16 +109,19 @@ def _gather(slots_tensor: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     return rows.index_select(0, first).view(shape).float(), rows.index_select(0, first + 1).view(shape).float()
 
 
-def exact_logits(queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float) -> Tensor:
+def exact_logits(
+    queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float, softcap: float | None = None
+) -> Tensor:
     """Block logits by the keys themselves.
 
     Args:
         queries: `(S, R, Hq, D)`.
         arena: `(num_pages * H, 2, B, D)`, page-major.
         pages: `(S, N)`; `EMPTY` entries give meaningless logits.
+        scale, softcap: as in `paged_attention`.
 
     Returns:
-        `(S, R, Hq, N)` in float32: log of the sum over the block's tokens of `exp(scale * q.k)`.
+        `(S, R, Hq, N)` in float32: log of the sum over the block's tokens of `exp(logit)`.
     """
     sequences, rows, query_heads, head_dim = queries.shape
     num_blocks = pages.shape[1]
@@ -128,7 +134,7 @@ def exact_logits(queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, s
         .reshape(sequences, kv_heads, rows * (query_heads // kv_heads), head_dim)
     )
     flat = keys.permute(0, 2, 1, 3, 4).reshape(sequences, kv_heads, num_blocks * block_size, head_dim)
-    logits = (grouped.float() @ flat.transpose(2, 3)).mul_(scale)
+    logits = soft_capped((grouped.float() @ flat.transpose(2, 3)).mul_(scale), softcap)
     logits = logits.view(sequences, kv_heads, rows, query_heads // kv_heads, num_blocks, block_size).logsumexp(-1)
     return logits.permute(0, 2, 1, 3, 4).reshape(sequences, rows, query_heads, num_blocks).contiguous()
 

@@ -35,6 +35,7 @@ def corrected_attention(
     per_row: int,
     least_gain: float,
     scale: float,
+    softcap: float | None = None,
     pieces: Any = reference,  # noqa: ANN401 (a module or namespace of ops)
 ) -> tuple[Tensor, Tensor]:
     """Attention over the working sets of S sequences, M of them sparse, and over what their exact queries still miss.
@@ -43,12 +44,12 @@ def corrected_attention(
     each of its rows, where the need exceeds `least_gain`.
 
     Args:
-        queries, pool, positions, scale: as in `paged_attention`.
+        queries, pool, positions, scale, softcap: as in `paged_attention`.
         slots, blocks: `(S, H, P)`, the working sets without the selected blocks.
         arena: `(num_arena_slots, 2, B, D)`.
         arena_slots, num_blocks: `(M, H, N)` and `(M,)`, the sealed blocks of the sparse sequences, and where they lie in the
             arena; those with an `EMPTY` are not there, and are not read.
-        logits: `(M, R, Hq, N)`, estimated block logits of their queries.
+        logits: `(M, R, Hq, N)`, estimated block logits of their queries, of capped logits where there is a cap.
         members: `(M,)`, which of the S sequences they are, in ascending order.
         rows: `(M,)`, which rows of the next two are theirs.
         selected, selected_slots: `(T, H, C)`, the selected blocks and where each lies, `EMPTY` where there is none.
@@ -69,7 +70,7 @@ def corrected_attention(
     places = torch.cat([slots, _spread(there, members, slots)], dim=2)
     listed = torch.cat([blocks, _spread(held, members, slots)], dim=2)
     there_too, read_too = _spread(in_arena, members, slots), _spread(read, members, slots)
-    output, lse = pieces.paged_attention(queries, pool, places, listed, arena, there_too, read_too, positions, scale)
+    output, lse = pieces.paged_attention(queries, pool, places, listed, arena, there_too, read_too, positions, scale, softcap)
     estimate = missing_logsumexp(logits, torch.cat([held, read], dim=2), low, high)
     share = torch.sigmoid(lse[members] - estimate).mean(2).masked_fill(~real, 0.0).sum() / real.sum()
     per_head = (read >= 0).sum(2).float()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Self
 
 import anyio
@@ -16,7 +15,7 @@ from .checks import check_objects, check_reads
 from .file_calls import Calls
 from .file_folder import Folder
 from .file_reads import Loading
-from .location import Location
+from .location import Location, local_path
 from .segments import Outcome, Read, SegmentKey, SegmentLayout, TierTraits
 from .threads import Proceed
 
@@ -45,7 +44,7 @@ class FileStore(TierStore):
 
     Args:
         layout: of the segments; the folder holds one layout.
-        path: of the folder, made if it is not there.
+        path: of the folder, made if it is not there; `~` is the home directory.
         limit_bytes: what the segments may take. Beside it there is an index, on the disk and in memory: 8 bytes per slot and
             per 64 KiB, and about 100 (in memory 600) per segment.
         sync: whether `store` waits for the medium.
@@ -69,7 +68,7 @@ class FileStore(TierStore):
         pack_bytes: int | None = None,
     ) -> None:
         super().__init__(layout)
-        self._path = Path(path)
+        self._path = local_path(path)
         self._limit = limit_bytes
         self._sync = sync
         self._direct = getattr(os, "O_DIRECT", 0) if direct and layout.slot_bytes % _PAGE_BYTES == 0 else 0
@@ -84,7 +83,7 @@ class FileStore(TierStore):
 
     @classmethod
     def at(cls, location: Location, layout: SegmentLayout) -> Self:
-        limit, sync, direct = location.size("limit"), location.flag("sync", False), location.flag("direct", False)
+        limit, sync, direct = location.limit(layout.segment_bytes), location.flag("sync", False), location.flag("direct", False)
         location.finish()
         if not location.path:
             raise ConfigError(f"tier {location.text!r} names no folder; write file:/path/to/folder?limit=20GiB")

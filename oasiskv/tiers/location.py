@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qsl
 
 from ..errors import ConfigError
@@ -19,6 +21,18 @@ def parse_bytes(text: str) -> int | None:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match else 0
     return size or None
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A path of this machine, with the home directory for `~` and `~user`. Raises `ConfigError` for an unknown user."""
+    text = os.fspath(path)
+    expanded = os.path.expanduser(text)  # a Path would take ./~ for ~
+    if expanded.startswith("~"):
+        raise ConfigError(
+            f"path {text!r} begins with the home directory of a user that this machine does not have; write the whole path, or "
+            "./ before a name that begins with ~"
+        )
+    return Path(expanded)
 
 
 @dataclass
@@ -71,6 +85,16 @@ class Location:
                 f"option {name} of tier {self.text!r} is {text!r}; it must be a size such as 4096, 512MiB or 1.5GiB"
             )
         return size
+
+    def limit(self, segment_bytes: int) -> int | None:
+        """Take the option `limit`, a number of bytes that has room for a segment. Raises `ConfigError`."""
+        limit = self.size("limit")
+        if limit is not None and limit < segment_bytes:
+            raise ConfigError(
+                f"option limit of tier {self.text!r} is {limit} bytes, and one segment takes {segment_bytes}; it must be at "
+                f"least limit={segment_bytes}"
+            )
+        return limit
 
     def flag(self, name: str, default: bool) -> bool:
         """Take an option as yes or no. Raises `ConfigError`."""

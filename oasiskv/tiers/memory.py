@@ -27,7 +27,7 @@ class MemoryStore(TierStore):
 
     @classmethod
     def at(cls, location: Location, layout: SegmentLayout) -> Self:
-        limit = location.size("limit")
+        limit = location.limit(layout.segment_bytes)
         location.finish()
         return cls(layout, limit)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Self, TypeVar
 
 import anyio
@@ -15,7 +15,7 @@ import anyio.to_thread
 from ..errors import ConfigError, LayoutMismatch, StateError, TierUnavailable
 from .abc import Lease, MetadataStore
 from .checks import check_ttl
-from .location import Location
+from .location import Location, local_path
 from .segments import SegmentKey
 from .threads import in_thread
 
@@ -42,12 +42,12 @@ class SqliteMetadata(MetadataStore):
     things run out; what was handed out stays safe by its fence. The epoch of fences is when the file was made, in nanoseconds.
 
     Args:
-        path: of the file, which is made if it is not there. Its folder must be there.
+        path: of the file, which is made if it is not there; `~` is the home directory. Its folder must be there.
         clock: seconds of the wall clock.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.time) -> None:
+        self._path = local_path(path)
         self._clock = clock
         self._connection: sqlite3.Connection | None = None
         self._epoch = 0
@@ -59,7 +59,7 @@ class SqliteMetadata(MetadataStore):
         location.finish()
         if not location.path:
             raise ConfigError(f"metadata store {location.text!r} has no path; write sqlite:/path/to/file")
-        return cls(Path(location.path))
+        return cls(location.path)
 
     async def open(self) -> None:
         self._check_open()

@@ -99,6 +99,7 @@ class Calls:
         arena_blocks: Tensor | None,
         positions: Tensor,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         output, logsumexp = garbage(queries, queries.shape, queries.dtype), garbage(queries, queries.shape[:3])
         self.run(
@@ -121,10 +122,13 @@ class Calls:
             num_arena_slots=0 if arena is None else arena.shape[0],
             dtype=dtype_of(pool),
             scale=scale,
+            softcap=softcap or 0.0,
         )
         return output, logsumexp
 
-    def exact_logits(self, queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float) -> Tensor:
+    def exact_logits(
+        self, queries: Tensor, arena: Tensor, pages: Tensor, kv_heads: int, scale: float, softcap: float | None = None
+    ) -> Tensor:
         logits = garbage(queries, (*queries.shape[:3], pages.shape[1]))
         self.run(
             "exact_logits",
@@ -138,6 +142,7 @@ class Calls:
             num_pages=arena.shape[0] // kv_heads,
             dtype=dtype_of(arena),
             scale=scale,
+            softcap=softcap or 0.0,
         )
         return logits
 

@@ -46,6 +46,13 @@ def test_float32(emulator, head_dim, block_size, group, rows):
     check(emulator, make_case(torch.float32, head_dim, block_size, group, rows))
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("softcap", [0.3, 5.0, 50.0])
+def test_a_soft_cap(emulator, dtype, softcap):
+    queries, *rest = make_case(dtype, 64, 4, 2, 3)
+    check(emulator, (queries * 4, *rest, softcap))
+
+
 def long_case(dtype, places, arena_places, block_size=4, head_dim=64, rows=2, heads=2):
     """One sequence with more places than one split takes."""
     torch.manual_seed(1)

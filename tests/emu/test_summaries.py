@@ -50,6 +50,16 @@ def test_exact_logits_of_large_blocks(emulator, block_size):
     )
 
 
+def test_exact_logits_with_a_soft_cap(emulator):
+    pages, counts = torch.tensor([[1, 0]]), torch.ones(1, 2, dtype=torch.bool)
+    arena, queries = torch.randn(2, 2, 5, 64), torch.randn(1, 3, 2, 64)
+    assert_logits(
+        Calls(emulator).exact_logits(queries, arena, pages, 1, 0.5, 2.0),
+        reference.exact_logits(queries, arena, pages, 1, 0.5, 2.0),
+        counts,
+    )
+
+
 def keys_of(dtype, count=3, heads=2, block_size=4, head_dim=8, seed=0):
     torch.manual_seed(seed)
     return torch.randn(count, heads, block_size, head_dim).to(dtype)

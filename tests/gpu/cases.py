@@ -63,7 +63,9 @@ def check(case: Case, calls: Any, device: str) -> None:
             assert torch.equal(result, wanted), f"{case.op}, {case.label}: differs"
 
 
-def attention(dtype: torch.dtype, head_dim: int, block_size: int, group: int, rows: int, tokens: int) -> Case:
+def attention(
+    dtype: torch.dtype, head_dim: int, block_size: int, group: int, rows: int, tokens: int, softcap: float | None = None
+) -> Case:
     """Two sequences, half of the last one's places empty, an eighth of all blocks in the arena."""
     heads, places, arena_places = 2, max(2, tokens // block_size), max(1, tokens // block_size // 8)
     pool = torch.randn(2 * heads * places, 2, block_size, head_dim).to(dtype)
@@ -78,9 +80,9 @@ def attention(dtype: torch.dtype, head_dim: int, block_size: int, group: int, ro
     positions = torch.stack([torch.arange(last, last + rows), torch.arange(rows) + block_size])
     positions[1, -1] = -1
     queries = torch.randn(2, rows, heads * group, head_dim).to(dtype)
-    arguments = [queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, head_dim**-0.5]
+    arguments = [queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, head_dim**-0.5, softcap]
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
-    label = f"{dtype}, head_dim {head_dim}, block {block_size}, group {group}, rows {rows}, {tokens} tokens"
+    label = f"{dtype}, head_dim {head_dim}, block {block_size}, group {group}, rows {rows}, {tokens} tokens, softcap {softcap}"
     return Case("paged_attention", label, arguments, tolerance, on_host=(4,))
 
 
@@ -129,7 +131,9 @@ def summaries(dtype: torch.dtype, blocks: int, head_dim: int, rows: int) -> Iter
 
     queries = torch.randn(2, rows, heads * group, head_dim).to(dtype)
     arena = torch.randn(pages * heads, 2, 16, head_dim).to(dtype)
-    yield Case("exact_logits", label, [queries, arena, table, heads, scale], 1e-3, on_host=(1,), result_counts=real)
+    for softcap in (None, 2.0):
+        arguments = [queries, arena, table, heads, scale, softcap]
+        yield Case("exact_logits", f"{label}, softcap {softcap}", arguments, 1e-3, on_host=(1,), result_counts=real)
     keys, written = torch.randn(4, heads, 16, head_dim).to(dtype), torch.randperm(pages)[:4]
     bounds = torch.randn(pages, heads, 2, head_dim).to(dtype)
     yield Case("minmax_write", label, [bounds, written, keys], written=(0,))
@@ -172,6 +176,8 @@ def cases(large: bool) -> Iterator[Case]:
         yield attention(torch.bfloat16, 128, block_size, group, rows, 2048 if large else 128)
     for head_dim in (64, 256):
         yield attention(torch.float32, head_dim, 16, 2, 3, 1024 if large else 64)
+    for dtype in DTYPES:
+        yield attention(dtype, 256, 16, 2, 3, 1024 if large else 64, softcap=2.0)
     for dtype in DTYPES:
         yield from moves(dtype, 4096 if large else 20)
     for shape in ((4, 8, 8192, 256), (1, 8, 65536, 512)) if large else ((2, 2, 90, 12),):

@@ -94,7 +94,7 @@ def test_a_trace_shows_every_step_and_layer(directory, text, tmp_path, capsys, m
     ],
 )
 def test_bad_settings(directory, text, capsys, more, message):
-    assert call(directory, text, *more) == 1
+    assert call(directory, text, *more) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert "Traceback" not in error
@@ -103,21 +103,21 @@ def test_bad_settings(directory, text, capsys, more, message):
 def test_a_prompt_longer_than_the_model(directory, tmp_path, capsys):
     path = tmp_path / "long.txt"
     path.write_text("w5 " * 2000)
-    assert call(directory, path) == 1
+    assert call(directory, path) == 2
     assert "2000 tokens and the model reads 1024" in capsys.readouterr().err
 
 
 def test_missing_and_empty_files(directory, tmp_path, capsys):
-    assert call(directory, tmp_path / "nowhere.txt") == 1
+    assert call(directory, tmp_path / "nowhere.txt") == 2
     assert "nowhere.txt" in capsys.readouterr().err
     empty = tmp_path / "empty.txt"
     empty.write_text("  \n")
-    assert call(directory, empty) == 1
+    assert call(directory, empty) == 2
     assert "is empty" in capsys.readouterr().err
 
 
 def test_no_such_model(text, capsys, tmp_path):
-    assert call(tmp_path / "no-model", text) == 1
+    assert call(tmp_path / "no-model", text) == 2
     assert "no-model" in capsys.readouterr().err
 
 

@@ -45,6 +45,6 @@ def test_a_calibration_serves_the_model(directory, tmp_path, capsys):
     ],
 )
 def test_bad_input_is_refused(directory, tmp_path, capsys, output, tokens, more, message):
-    assert call(directory, tmp_path / output, write(tmp_path / "text.txt", tokens), more=more) == 1
+    assert call(directory, tmp_path / output, write(tmp_path / "text.txt", tokens), more=more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / output).exists()

@@ -152,7 +152,7 @@ def test_a_tier_that_fails_is_told_and_the_rest_is_measured(capsys, monkeypatch,
 )
 def test_bad_settings(capsys, more, message):
     code, out, err = call(capsys, *more)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert re.search(message, err), err
 
 

@@ -125,7 +125,7 @@ def test_a_sample_text(directory, capsys):
     assert "typing (" in out
     assert "│ 256 " in out
     assert "│ 512 " not in out  # the context holds less
-    assert main(["eval", "--model", str(directory), "--sample-text", "typing", *arguments, "200"]) == 1
+    assert main(["eval", "--model", str(directory), "--sample-text", "typing", *arguments, "200"]) == 2
     assert "--context is 200, and --budgets begins at 256" in capsys.readouterr().err
 
 
@@ -168,18 +168,18 @@ def test_the_plot(directory, text, tmp_path, capsys, ending):
     ],
 )
 def test_errors(directory, text, capsys, more, message):
-    assert call(directory, text, *more) == 1
+    assert call(directory, text, *more) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert "Traceback" not in error
 
 
 def test_files_that_cannot_be_read(directory, tmp_path, capsys):
-    assert call(directory, tmp_path / "nowhere.txt") == 1
+    assert call(directory, tmp_path / "nowhere.txt") == 2
     assert "nowhere.txt" in capsys.readouterr().err
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
-    assert call(directory, empty) == 1
+    assert call(directory, empty) == 2
     assert re.search(r"--text .*empty.txt is empty", capsys.readouterr().err)
 
 

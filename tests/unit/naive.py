@@ -9,16 +9,20 @@ import torch
 EMPTY = -1
 
 
-def attend(query, keys, values, scale):
+def capped(logits, softcap):
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def attend(query, keys, values, scale, softcap=None):
     """One query over a list of keys and values: output and logsumexp."""
     if not keys:
         return torch.zeros(query.shape[0], dtype=torch.float64), -math.inf
-    logits = torch.stack(keys).double() @ query.double() * scale
+    logits = capped(torch.stack(keys).double() @ query.double() * scale, softcap)
     lse = float(logits.logsumexp(0))
     return (logits - lse).exp() @ torch.stack(values).double(), lse
 
 
-def paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale):
+def paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_blocks, positions, scale, softcap=None):
     sequences, rows, query_heads, _ = queries.shape
     kv_heads, block_size = slots.shape[1], pool.shape[2]
     output = torch.zeros(queries.shape, dtype=torch.float64)
@@ -38,11 +42,11 @@ def paged_attention(queries, pool, slots, blocks, arena, arena_slots, arena_bloc
                             keys.append(memory[slot, 0, offset])
                             values.append(memory[slot, 1, offset])
                 for q in range(h * group, (h + 1) * group):
-                    output[s, r, q], lse[s, r, q] = attend(queries[s, r, q], keys, values, scale)
+                    output[s, r, q], lse[s, r, q] = attend(queries[s, r, q], keys, values, scale, softcap)
     return output, lse
 
 
-def causal_attention(queries, keys, values, past, scale):
+def causal_attention(queries, keys, values, past, scale, softcap=None):
     """Full attention of `(rows, query_heads, head_dim)` over `(past + rows, kv_heads, head_dim)`."""
     rows, query_heads, head_dim = queries.shape
     group = query_heads // keys.shape[1]
@@ -50,12 +54,12 @@ def causal_attention(queries, keys, values, past, scale):
     for r in range(rows):
         for q in range(query_heads):
             seen = past + r + 1
-            weights = (keys[:seen, q // group].double() @ queries[r, q].double() * scale).softmax(0)
+            weights = capped(keys[:seen, q // group].double() @ queries[r, q].double() * scale, softcap).softmax(0)
             output[r, q] = weights @ values[:seen, q // group].double()
     return output
 
 
-def block_logits(queries, keys, scale):
+def block_logits(queries, keys, scale, softcap=None):
     """`queries` `(S, R, Hq, D)`; `keys[s][n]` is `(H, B, D)` or `None` for a page that is padding."""
     sequences, rows, query_heads, _ = queries.shape
     num_blocks = max(len(blocks) for blocks in keys)
@@ -66,7 +70,7 @@ def block_logits(queries, keys, scale):
                 for n, block in enumerate(keys[s]):
                     if block is not None:
                         head = block[q // (query_heads // block.shape[0])].double()
-                        result[s, r, q, n] = (head @ queries[s, r, q].double() * scale).logsumexp(0)
+                        result[s, r, q, n] = capped(head @ queries[s, r, q].double() * scale, softcap).logsumexp(0)
     return result
 
 

@@ -138,6 +138,57 @@ def test_exact_logits_equal_the_reference(path, dtype, head_dim, block_size, gro
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
+SOFTCAPS = [0.01, 0.7, 8.0, 50.0, 1e6]
+"""From where nothing but the signs is left of the logits to where they are as without a cap."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize(("head_dim", "group", "rows"), [(64, 4, 1), (72, 8, 3), (256, 2, 16)])
+def test_attention_with_a_soft_cap_equals_the_reference(path, dtype, softcap, head_dim, group, rows):  # noqa: F811
+    queries, *rest = make_case(dtype, head_dim, 16, group, rows)
+    assert_attention((queries * 6, *rest, softcap), dtype)
+
+
+def test_a_soft_cap_is_exact_to_float32(path):  # noqa: F811
+    # Values that tell the tokens apart, and logits from tiny ones to such that reach the cap.
+    pool, size = torch.zeros(1, 2, 64, 64), torch.logspace(-6, 3, 32)
+    pool[0, 0, :, 0] = torch.cat([size, -size])
+    pool[0, 1] = torch.eye(64)
+    queries, one = torch.ones(1, 1, 1, 64), torch.tensor([[[0]]])
+    output, lse = run(ops.paged_attention, queries, pool, one, one, None, None, None, torch.tensor([[63]]), 1.0, 30.0)
+    logits = 30 * torch.tanh(pool[0, 0, :, 0].double() / 30)
+    torch.testing.assert_close(output[0, 0, 0].double(), logits.softmax(0), rtol=3e-5, atol=0)
+    torch.testing.assert_close(lse.flatten().double(), logits.logsumexp(0)[None], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_exact_logits_with_a_soft_cap_equal_the_reference(path, dtype, softcap):  # noqa: F811
+    torch.manual_seed(0)
+    arena, queries = torch.randn(30 * 2, 2, 5, 24).to(dtype), (8 * torch.randn(2, 3, 6, 24)).to(dtype)
+    pages = torch.stack([torch.randperm(30), torch.randperm(30)])
+    found = run(ops.exact_logits, queries, arena, pages, 2, 0.3, softcap)
+    torch.testing.assert_close(found, reference.exact_logits(queries, arena, pages, 2, 0.3, softcap), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_with_a_soft_cap_an_endless_key_is_a_large_one_and_nan_stays_nan(path, value):  # noqa: F811
+    queries, pool, slots, blocks, *none, positions, scale = long_case(torch.float32, places=6, rows=3)
+    slots[0, 1], blocks[0, 1] = torch.arange(6, 12), torch.arange(6)
+    pool[slots[0, 1, 0], 0, 3, 3] = value
+    case = queries, pool, slots, blocks, *none, positions, scale, 5.0
+    for found, expected in zip(run(ops.paged_attention, *case), reference.paged_attention(*case), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, math.nan, math.inf])
+def test_a_soft_cap_that_is_none_is_refused(softcap):
+    library()
+    with pytest.raises(InputError, match=r"softcap is .*; it must be a finite number above 0, or None for no cap"):
+        ops.paged_attention(*make_case(), softcap)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

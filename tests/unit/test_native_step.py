@@ -98,6 +98,16 @@ def test_any_step_equals_the_reference(path, seed):  # noqa: F811
     assert_step(case)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_step_with_a_soft_cap_equals_the_reference(path, dtype, rows):  # noqa: F811
+    case = step_case(dtype, rows=rows, seed=8)
+    case[0] = case[0] * 5
+    without = reference.corrected_attention(*case)[0]
+    assert_step([*case, 1.5], dtype)
+    assert not torch.allclose(reference.corrected_attention(*case, 1.5)[0].float(), without.float(), atol=0.05)
+
+
 def test_empty_working_sets(path):  # noqa: F811
     case = step_case(seed=3)
     case[10], case[11] = torch.full_like(case[10], -1), torch.full_like(case[11], -1)

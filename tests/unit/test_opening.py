@@ -1,5 +1,6 @@
 from importlib.metadata import EntryPoint
 
+import anyio
 import pytest
 
 from oasiskv import registry
@@ -23,6 +24,7 @@ class Clumsy(MemoryStore):
 
 POINTS = (
     EntryPoint("memory", "oasiskv.tiers.memory:MemoryStore", registry.TIER_STORES),
+    EntryPoint("file", "oasiskv.tiers.file:FileStore", registry.TIER_STORES),
     EntryPoint("clumsy", f"{__name__}:Clumsy", registry.TIER_STORES),
     EntryPoint("broken", "no_such_module_at_all:Store", registry.TIER_STORES),
 )
@@ -86,3 +88,32 @@ def test_a_broken_plugin_breaks_its_own_name_only():
         with pytest.raises(PluginError, match=match):
             store_at(["memory:", text], LAYOUT)
     assert store_at("memory:", LAYOUT).layout == LAYOUT
+
+
+@pytest.mark.parametrize("codec", ["", "int8"])
+def test_a_limit_has_room_for_a_segment(tmp_path, codec):
+    """At the least limit that is named, a segment is kept."""
+    for name in ("memory:", f"file:{tmp_path}/{codec}"):
+        with pytest.raises(
+            ConfigError, match=r"option limit of tier .* is 1 bytes, and one segment takes \d+; .* limit=\d+"
+        ) as caught:
+            store_at(f"{name}?limit=1" + (f"&codec={codec}" if codec else ""), TALL)
+        least = str(caught.value).rpartition("=")[2]
+        anyio.run(_keeps_one, f"{name}?limit={least}" + (f"&codec={codec}" if codec else ""))
+
+
+async def _keeps_one(location):
+    async with store_at(location, TALL) as store:
+        await store.store([(key(1), memoryview(bytes(TALL.segment_bytes)))])
+        assert await store.contains([key(1)]) == [True]
+
+
+def test_a_folder_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for text, folder in (("file:~/kv", "kv"), ("file:./~/kv", "~/kv")):
+        anyio.run(_keeps_one, text)
+        assert (tmp_path / folder).is_dir()
+        assert ("~" in folder) == (tmp_path / "~").exists()
+    with pytest.raises(ConfigError, match=r"home directory of a user that this machine does not have; write the whole path"):
+        store_at("file:~nobody-of-this-name/kv", LAYOUT)

@@ -136,3 +136,10 @@ def test_nothing_is_written():
     after = [value for value in case if isinstance(value, torch.Tensor)]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old.nan_to_num(7.0), new.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("softcap", [0.3, 5.0, 50.0])
+def test_a_soft_cap_of_the_logits(dtype, softcap):
+    queries, *rest = make_case(dtype, 64, 4, 2, 3)
+    check((queries * 4, *rest, softcap), dtype)

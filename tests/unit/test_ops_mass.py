@@ -26,6 +26,16 @@ def test_exact_logits_are_the_logsumexp_of_each_block(dtype, head_dim, block_siz
     torch.testing.assert_close(logits[real].double(), expected[real], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [0.3, 5.0])
+def test_exact_logits_with_a_soft_cap_of_the_tokens_logits(softcap):
+    torch.manual_seed(0)
+    arena, queries = torch.randn(7 * 2, 2, 4, 8), torch.randn(1, 3, 4, 8) * 4
+    keys = list(arena.view(7, 2, 2, 4, 8)[:, :, 0])
+    expected = naive.block_logits(queries, [keys], 1.0, softcap)
+    logits = ops.exact_logits(queries, arena, torch.arange(7)[None], 2, 1.0, softcap)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_block_mass_is_the_softmax_summed_over_a_group(group, rows):

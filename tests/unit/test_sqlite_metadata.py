@@ -173,3 +173,13 @@ def test_it_is_made_from_a_location(tmp_path):
     SqliteMetadata.at(Location.parse(f"sqlite:{tmp_path}/metadata"))
     with pytest.raises(ConfigError, match="no path"):
         SqliteMetadata.at(Location.parse("sqlite:"))
+
+
+async def test_a_file_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    async with SqliteMetadata.at(Location.parse("sqlite:~/metadata")):
+        assert (tmp_path / "metadata").is_file()
+    assert not (tmp_path / "~").exists()
+    with pytest.raises(ConfigError, match="home directory of a user"):
+        SqliteMetadata.at(Location.parse("sqlite:~nobody-of-this-name/metadata"))

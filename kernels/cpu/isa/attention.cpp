@@ -155,7 +155,10 @@ template <class T, class Shape> class Head {
             if (wide_) return attend_wide(first, last, lags, columns);
         for (int64_t q = 0; q < num_queries_; q += kQueries) {
             take_products(first, last, q);
-            for (int64_t i = q; i < q + kQueries; ++i) take_weights(i, lags, columns);
+            for (int64_t i = q; i < q + kQueries; ++i) {
+                cap_products(weights_ + i * kTile, columns);
+                take_weights(i, lags, columns);
+            }
         }
         for (int64_t q = 0; q < num_queries_; q += kQueries) add_values(first, last, q);
         return last;
@@ -177,7 +180,8 @@ template <class T, class Shape> class Head {
             each_run([&](const WideRun &run, int64_t column) {
                 queries.take_products(run, column, [&] { ahead_.advance(2 * lines_per_part_ * kPartsOfProducts); });
             });
-            queries.take_weights(lags, columns, a_.scale * 1.44269504f);
+            cap_products(weights_ + q * kTile, columns * kLanes);
+            queries.take_weights(lags, columns, factor());
             each_run([&](const WideRun &run, int64_t column) {
                 queries.add_values(run, column, [&] { ahead_.advance(lines_per_part_); });
             });
@@ -199,10 +203,19 @@ template <class T, class Shape> class Head {
         }
     }
 
+    // From products to capped logits, in place, where there is a cap.
+    OASIS_INLINE void cap_products(float *products, int64_t count) const {
+        if (a_.softcap <= 0.0f) return;
+        for (int64_t i = 0; i < count; i += kLanes) store(products + i, soft_capped(load(products + i) * a_.scale, a_.softcap));
+    }
+
+    // From what cap_products leaves to logits in base 2.
+    float factor() const { return (a_.softcap > 0.0f ? 1.0f : a_.scale) * 1.44269504f; }
+
     // From products to weights 2^(logit - largest so far), in place.
     OASIS_INLINE void take_weights(int64_t query, const int32_t *lags, int64_t columns) {
         float *weights = weights_ + query * kTile;
-        const float factor = a_.scale * 1.44269504f;
+        const float factor = this->factor();
         const I32 query_lag = broadcast(query_lags_[query]);
         F32 most = broadcast(-kInfinity);
         for (int64_t i = 0; i < columns; i += kLanes) {

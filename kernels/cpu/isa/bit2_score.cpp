@@ -50,7 +50,7 @@ template <class T, class Shape> void score_piece(const oasis_bit2_score_args &a,
         for (int64_t q = 0; q < count; q += kQueries) {
             F32 found = {};
             if (slots[n] >= 0)
-                found = block_logits(static_cast<const float *>(keys), a.block_size, queries + q * shape.floats(), parts.at<F32>(logit_part), a.scale, shape);
+                found = block_logits(static_cast<const float *>(keys), a.block_size, queries + q * shape.floats(), parts.at<F32>(logit_part), a.scale, 0.0f, shape);
             for (int64_t i = q; i < std::min(count, q + kQueries); ++i) {
                 const int64_t at = (sequence * a.rows + i / group) * a.query_heads + head * group + i % group;
                 a.logits[at * a.blocks + n] = found[(i - q) * kKeys];

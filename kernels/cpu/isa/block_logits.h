@@ -20,15 +20,17 @@ OASIS_INLINE F32 sum_of_keys(F32 v) {
     return v + across<2>(v, std::make_index_sequence<kLanes>());
 }
 
-// Logits of one block for kQueries queries, in the lanes of each query.
+// Logits of one block for kQueries queries, in the lanes of each query. Those of its tokens have a soft cap if it is above 0.
 template <class T, class Shape>
-OASIS_INLINE F32 block_logits(const T *block, int64_t tokens, const float *queries, F32 *logits, float scale, Shape shape) {
+OASIS_INLINE F32 block_logits(const T *block, int64_t tokens, const float *queries, F32 *logits, float scale, float softcap,
+                              Shape shape) {
     const int64_t groups = (tokens + kKeys - 1) / kKeys;
     F32 most = broadcast(-std::numeric_limits<float>::infinity());
     for (int64_t i = 0; i < groups; ++i) {
         const T *keys[kKeys];
         for (int k = 0; k < kKeys; ++k) keys[k] = block + std::min(i * kKeys + k, tokens - 1) * shape.dim();
         F32 logit = products(keys, queries, shape) * scale;
+        if (softcap > 0.0f) logit = soft_capped(logit, softcap);
         const auto left = static_cast<int32_t>(std::min<int64_t>(tokens - i * kKeys, kKeys));
         logit = key_numbers(std::make_index_sequence<kLanes>()) < broadcast(left) ? logit : broadcast(-std::numeric_limits<float>::infinity());
         most = larger(most, logit);

@@ -40,7 +40,7 @@ template <class T, class Shape> void piece_logits(const oasis_exact_logits_args 
             F32 found = broadcast(-kInfinity);
             if (pages[n] >= 0)
                 found = block_logits(arena + (pages[n] * a.kv_heads + head) * slot, a.block_size, queries + q * shape.floats(),
-                                     parts.at<F32>(logit_part), a.scale, shape);
+                                     parts.at<F32>(logit_part), a.scale, a.softcap, shape);
             for (int64_t i = q; i < std::min(count, q + kQueries); ++i) {
                 const int64_t at = (sequence * a.rows + i / group) * a.query_heads + head * group + i % group;
                 a.logits[at * a.blocks + n] = found[(i - q) * kKeys];

@@ -47,6 +47,15 @@ CONFIGS = {
         sliding_window=32,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     ),
+    "gemma2": lambda: _config(
+        "Gemma2Config",
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=3.0,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    ),
     "phi3": lambda: _config("Phi3Config", num_hidden_layers=2, num_key_value_heads=2),
 }
 
@@ -54,7 +63,9 @@ CONFIGS = {
 def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model; the same one at every call."""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[family](), attn_implementation=None if family == "gemma2" else "sdpa"
+    )
     # The default initialisation gives nearly flat distributions; sharper ones make attention matter.
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "embed" not in name:

@@ -245,15 +245,6 @@ def test_an_encoder_decoder_is_refused():
         OasisCache.for_model(transformers.T5ForConditionalGeneration(config))
 
 
-def test_softcap_is_refused():
-    config = transformers.Gemma2Config(
-        **COMMON, num_hidden_layers=2, num_key_value_heads=2, layer_types=["full_attention", "full_attention"]
-    )
-    model = refused(config).eval()
-    with OasisCache.for_model(model, NARROW) as cache, pytest.raises(UnsupportedModel, match="softcap"):
-        model(prompt(1, 20), **{cache.keyword: cache})
-
-
 def test_static_compilation_is_refused(model, cache):
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(prompt(1, 20), **{cache.keyword: cache}, cache_implementation="static", **GREEDY)
