@@ -267,5 +267,5 @@ def _rng_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """A compiled model runs as it is written. Only a dynamo that is imported can have compiled it; the import takes seconds."""
+    """A compiled model runs as it is written. Only an imported dynamo can have compiled it; to import one takes seconds."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -165,7 +165,11 @@ def tiny_model(family: str) -> PreTrainedModel:
     """A random model with weights that make attention matter; the same one at every call."""
     config = tiny_config(family)
     torch.manual_seed(7)
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    # Older versions of transformers run a soft cap with sdpa, which leaves it out.
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if capped else None
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
