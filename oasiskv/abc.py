@@ -202,6 +202,10 @@ class LayerWork(Protocol):
     def transfer(self) -> None:
         """Copy and publish. Nothing before `mark` touches what the foreground reads."""
 
+    def end(self) -> None:
+        """Release what the work holds. Called last, whatever became of the stages: done, failed or cancelled. Idempotent."""
+        return
+
     def pending_blocks(self) -> int:
         """How many blocks the selection so far wants to load."""
 

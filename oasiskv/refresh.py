@@ -180,10 +180,12 @@ class Refresh:
         rooms, sparse = self._rooms, self._sparse
         table = sparse.in_arena(rooms.arena, self.layer)
         counts = ops.load_blocks(rooms.arena.layers[self.layer], rooms.pool.slots, table, self._blocks, self._slots)
-        if self._lease is not None:
-            self._lease.end()
         rooms.sets.selected.publish(self.layer, sparse.rows, self._kept, self.places, self._blocks, self._stamps)
         rooms.counters.record("loads", counts)
+
+    def end(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
 
     def pending_blocks(self) -> int:
         return int((self.places >= 0).sum())

@@ -39,4 +39,10 @@ def repair(manager: KVManager) -> None:
         if sequence.phase is Phase.SPARSE and rooms.summary.fitted and sequence.summarised < len(sequence.pages):
             unsettle(manager, sequence)  # a fit was interrupted; it is digested again before its next step
     manager.open_changes = 0
-    event(logging.WARNING, "repair", sequences=len(manager.sequences), torn=torn, step=manager.step_number)
+    event(
+        logging.WARNING if torn else logging.DEBUG,
+        "repair",
+        sequences=len(manager.sequences),
+        torn=torn,
+        step=manager.step_number,
+    )

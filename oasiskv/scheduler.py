@@ -32,10 +32,13 @@ class WorkTicket(Ticket):
         except BaseException as error:  # noqa: BLE001 - it reaches the waiter
             self._error = error
         finally:
-            before, self._before = self._before, None
-            if before is not None and self._error is None:
-                self._error = before._error
-            self._done.set()
+            try:
+                self._work.end()
+            finally:
+                before, self._before = self._before, None
+                if before is not None and self._error is None:
+                    self._error = before._error
+                self._done.set()
 
     def _stages(self) -> None:
         self._work.predict()

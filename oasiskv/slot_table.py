@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import IntEnum
 
 import numpy as np
@@ -163,11 +163,14 @@ class SlotTable:
         self.touched = max(self.touched, min(self.num_slots, self.num_slots - len(free) + count))
         return len(free) >= count
 
-    def recover(self, live: np.ndarray) -> None:
+    def recover(self, pages: Collection[int]) -> None:
         """Make the tables agree again, after a call that ended in the middle: where blocks are (`slots`) and what waits in
-        quarantine decides, and only pages that are `live`, `(pages,)`, have blocks. Nothing is being read into a slot."""
+        quarantine decides, and only these pages have blocks. Nothing is being read into a slot."""
         self.lease_epoch += 1
         self._leases[:] = 0
+        self.durable = self.durable[: self.slots.shape[1]]  # it grows first
+        live = np.zeros(len(self.durable), bool)
+        live[list(pages)] = True
         self.slots[:, ~live] = EMPTY
         self.durable[~live] = False
         for layer, free in enumerate(self.free):

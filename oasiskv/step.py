@@ -227,6 +227,7 @@ class Step(Uncopied):
                 self._decode.abort()
             for prefill in self._prefills:
                 prefill.abort()
+        self.manager.open_changes += 1  # an interrupt in `attend` may have left slots leased: `repair` finds them
 
     @property
     def _done(self) -> bool:

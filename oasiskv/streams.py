@@ -132,6 +132,7 @@ class StreamScheduler(TransferScheduler):
         except Exception as error:  # noqa: BLE001 - it reaches the waiter
             ticket.error = ticket.error or error
         finally:
+            work.end()
             # After an error too: some stages may have been enqueued, and the foreground must not overtake them.
             if ticket.marked is None:
                 ticket.marked = self._choosing.record_event()

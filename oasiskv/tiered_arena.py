@@ -172,9 +172,7 @@ class TieredArena(Arena):
         """As `Arena.recover`. The writer goes on meanwhile."""
         with self._lock:
             super().recover(holders)
-            live = np.zeros(len(self._table.durable), bool)
-            live[list(holders)] = True
-            self._table.recover(live)
+            self._table.recover(holders)
             for segment, count in Counter(segment for segment, _ in self._segments.values()).items():
                 segment.live = count
             self._leave_segments([page for page in self._segments if page not in holders])

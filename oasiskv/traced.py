@@ -150,6 +150,10 @@ class TracedWork:
             self._work.transfer()
             values |= self._scheduler.moved(self._work)
 
+    def end(self) -> None:
+        """See `predict`."""
+        self._work.end()
+
     def pending_blocks(self) -> int:
         """See `predict`."""
         return self._work.pending_blocks()

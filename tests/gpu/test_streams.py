@@ -41,6 +41,9 @@ class Slow:
         self._memory.copy_(self._chosen)
         self._table.fill_(7)
 
+    def end(self):
+        pass
+
     def pending_blocks(self):
         return 1
 

@@ -21,6 +21,9 @@ class Work:
         self.gates = {stage: threading.Event() for stage in gates}
         self.reached = {stage: threading.Event() for stage in STAGES}
 
+    def end(self):
+        pass
+
     def pending_blocks(self):
         return 0
 

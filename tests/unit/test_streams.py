@@ -76,6 +76,9 @@ class Work:
     def __init__(self, cuda, layer, tag="", fails=None):
         self.layer, self._cuda, self._tag, self._fails = layer, cuda, tag, fails
 
+    def end(self):
+        pass
+
     def pending_blocks(self):
         return 0
 
