@@ -38,7 +38,7 @@ class BoundCache(Cache):
         columns: that it holds.
     """
 
-    columns: int
+    columns: int = 0
 
     def before_forward(self, model: PreTrainedModel) -> None:
         """A forward of `model` gets this cache."""

@@ -1,5 +1,8 @@
-"""Ctrl-C at function entries of every call, all of them with a stride of 1: a sequence is as before, or as after, or refuses to be used until it is freed;
-others are not touched; nothing leaks. The right outputs come from naive attention over what the driver remembers."""
+"""Ctrl-C at function entries of every call, at all of them with a stride of 1.
+
+A sequence is as before, or as after, or refuses to be used until it is freed; others are not touched; nothing leaks. The right
+outputs come from naive attention over what the driver remembers.
+"""
 
 import pytest
 

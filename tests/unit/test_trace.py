@@ -143,6 +143,9 @@ class Broken:
     def predict(self):
         raise RuntimeError("no idea")
 
+    def end(self):
+        pass
+
 
 def test_work_that_fails_is_a_slice_and_fails():
     trace = Trace()
