@@ -163,7 +163,7 @@ def test_every_name_of_a_cache_is_decided_on():
     decided = {*AS_STOCK, *QUERIES, *REFUSED, *ELSEWHERE}
     assert names(Cache, DynamicCache) <= decided
     assert names(OasisCache) - names(Cache, DynamicCache) <= decided | {
-        *("for_model", "shape", "recording", "stats", "close", "history_recorded"),
+        *("for_model", "shape", "columns", "recording", "stats", "close", "history_recorded"),
         *("before_forward", "after_forward", "check_rows", "attend", "see"),
     }
 
