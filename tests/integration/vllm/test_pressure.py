@@ -6,6 +6,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
+from .child import in_a_process
 from .inside import EVERYTHING, Driver, assert_all_given_back, greedy, ledger, scheduler, worker
 
 pytestmark = pytest.mark.timeout(600)
@@ -207,3 +208,16 @@ def test_a_stock_engine_preempts_where_those_that_grow_find_room(engine, prompts
     while driver.step():
         preempted |= {name for name, request in requests.items() if request.num_preemptions}
     assert preempted
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_in_an_engine_of_several_processes(engine, smollm2, prompts, expected, drafts):
+    """A step is scheduled before the one before it is over; or drafts fill blocks and are taken back."""
+    engine.close()
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    more = {"speculative_config": ngram, "async_scheduling": False} if drafts else {"async_scheduling": True}
+    settings = {**TIGHT, **more, "model": str(smollm2)}
+    result = in_a_process([prompts[n] for n in (4, 5, 3)], 80, oasis=PRESSED, multiprocessing=True, **settings)
+    assert result["tokens"] == [expected[4], expected[5], expected[3]]
+    assert result["metrics"]["vllm:oasiskv_handovers"] >= 1
+    assert result["metrics"]["vllm:num_preemptions"] == 0
