@@ -1,4 +1,4 @@
-"""The vLLM adapter against stock vLLM: requests at once, throughput, quality, needles, and what a short request pays.
+"""The vLLM adapter against stock vLLM: requests at once, throughput, latency, quality, needles, and what short requests pay.
 
 Every engine runs in a process of its own. What is compared by time runs in turns; a row is the median of the turns' ratios.
 """
@@ -85,12 +85,67 @@ def at_once(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
     yield at_least("decoding", "throughput of steps that only decode", statistics.median(decoding), "x stock", 2)
 
 
+def latency(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
+    """One request at a time, with room to spare: as users get it, and with every long request handed over."""
+    follow, lengths = (32, (4000,)) if options.quick else (128, (4000, 8000))
+    settings = {"num_gpu_blocks_override": 640, "max_model_len": 8192, "max_num_batched_tokens": 2048}
+    prompts = [tokens[at : at + length] for length in lengths for at in (0, 8000)]
+    kinds: dict[str, dict[str, Any] | None] = {
+        "stock": None,
+        "default": {"budget_tokens": options.budget},
+        "always": {"budget_tokens": options.budget, "handover": "always"},
+    }
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
+    for _ in range(1 if options.quick else options.turns):
+        for name, oasis in kinds.items():
+            found[name].append(engine("answer", oasis, settings, prompts=[tokens[16000:17000], *prompts], tokens=follow))
+            print(f"  {name}: {found[name][-1]}", file=sys.stderr)
+    for name, bar in (("default", 1.0), ("always", 0.8)):
+        for number, length in enumerate(lengths):
+            own = slice(1 + 2 * number, 3 + 2 * number)  # the first one warms up
+            for what, text in (("other", "tokens per second"), ("first", "speed of the first token")):
+                pairs = zip(found["stock"], found[name], strict=True)
+                ratio = statistics.median(min(stock[what][own]) / min(ours[what][own]) for stock, ours in pairs)
+                title = f"{text}, one request of {length:,} tokens, {follow} more, handover {name}"
+                yield at_least(f"{what}_{length}_{name}", title, ratio, "x stock", bar)
+
+
+def eight(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
+    """Eight prompts of 4,000 tokens with short answers: most of the time goes to reading."""
+    follow = 16 if options.quick else 128
+    space = {"num_gpu_blocks_override": 400, "max_model_len": 4200, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
+    prompts = [tokens[1500 * number : 1500 * number + 4000] for number in range(8)]
+    what = f"8 prompts of 4K tokens at once, {follow} more each, KV space of 12,800 tokens, budget {options.budget}"
+    yield at_least("eight", f"throughput: {what}", load_ratio(prompts, follow, space, options), "x stock", 1.3)
+
+
+def many_short(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
+    """Requests that OasisKV leaves to vLLM, many at once."""
+    space = {"num_gpu_blocks_override": 640, "max_model_len": 4096, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    count = 16 if options.quick else 64
+    prompts = [tokens[200 * number : 200 * number + 200] for number in range(count)]
+    ratio = load_ratio(prompts, 64, space, options)
+    yield at_least("many_short", f"throughput of {count} short requests at once", ratio, "x stock", 0.98)
+
+
+def load_ratio(prompts: list[list[int]], tokens: int, space: dict[str, Any], options: argparse.Namespace) -> float:
+    """Our tokens per second over those of stock, reading included: the median of the turns."""
+    ratios: list[float] = []
+    for _ in range(1 if options.quick else options.turns):
+        stock, ours = (
+            engine("load", oasis, space, prompts=prompts, tokens=tokens) for oasis in (None, {"budget_tokens": options.budget})
+        )
+        print(f"  stock: {stock}\n  OasisKV: {ours}", file=sys.stderr)
+        ratios.append(ours["tokens_per_second"] / stock["tokens_per_second"])
+    return statistics.median(ratios)
+
+
 def quality(tokens: list[int], options: argparse.Namespace) -> Iterator[Row]:
     """Our continuations of prompts of 4,000 tokens, scored by the stock engine."""
     count, follow = (1, 64) if options.quick else (4, 256)
     settings = {"num_gpu_blocks_override": 240, "max_model_len": 6000, "max_logprobs": _LIKELIEST}
     prompts = [tokens[6000 * number : 6000 * number + 4000] for number in range(count)]
-    oasis = {"budget_tokens": 1024}
+    oasis = {"budget_tokens": 1024, "handover": "always"}
     ours = engine("generate", oasis, settings, prompts=prompts, tokens=follow, logprobs=_LIKELIEST)["outputs"]
     whole = [prompt + output["tokens"] for prompt, output in zip(prompts, ours, strict=True)]
     stock = engine("score", None, settings, prompts=whole, lengths=[4000] * count, logprobs=_LIKELIEST)["logprobs"]
@@ -112,8 +167,8 @@ def needles(tokenizer: Any, options: argparse.Namespace) -> Iterator[Row]:  # no
     found = {}
     for name, oasis, more in (
         ("stock", None, {}),
-        ("ours", {"budget_tokens": 1024}, {}),
-        ("drafts", {"budget_tokens": 1024}, {"speculative_config": drafts, "async_scheduling": False}),
+        ("ours", {"budget_tokens": 1024, "handover": "always"}, {}),
+        ("drafts", {"budget_tokens": 1024, "handover": "always"}, {"speculative_config": drafts, "async_scheduling": False}),
     ):
         outputs = engine("generate", oasis, settings | more, prompts=prompts, tokens=12)["outputs"]
         found[name] = {n for n, output in enumerate(outputs) if output["text"].strip().startswith(items[n][1].answer.strip())}
@@ -145,6 +200,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     wanted = options.only
     if "at-once" in wanted:
         yield from at_once(tokens, options)
+    if "latency" in wanted:
+        yield from latency(tokens, options)
+    if "eight" in wanted:
+        yield from eight(tokens, options)
+    if "many-short" in wanted:
+        yield from many_short(tokens, options)
     if "quality" in wanted:
         yield from quality(tokens, options)
     if "needles" in wanted:
@@ -155,7 +216,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 def more_options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    rows = ["at-once", "quality", "needles", "short"]
+    rows = ["at-once", "latency", "eight", "many-short", "quality", "needles", "short"]
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, help="rows to measure")
     parser.add_argument("--budget", type=int, default=512, help="budget_tokens where requests compete for space")
     parser.add_argument("--follow", type=int, default=1536, help="tokens after each prompt where requests compete for space")

@@ -52,6 +52,23 @@ def load(llm: Any, prompts: list[list[int]], tokens: int) -> Result:  # noqa: AN
     }
 
 
+def answer(llm: Any, prompts: list[list[int]], tokens: int) -> Result:  # noqa: ANN401
+    """One prompt after another: how long the first token of each takes, and every other one, in seconds."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    firsts, others = [], []
+    for number, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
+        start, times = time.perf_counter(), []
+        while llm.llm_engine.has_unfinished_requests():
+            if any(output.outputs[0].token_ids for output in llm.llm_engine.step()):
+                times.append(time.perf_counter())
+        firsts.append(times[0] - start)
+        others.append((times[-1] - times[0]) / (len(times) - 1))
+    return {"first": firsts, "other": others}
+
+
 def generate(llm: Any, prompts: list[list[int]], tokens: int, logprobs: int | None = None) -> Result:  # noqa: ANN401
     """What follows each prompt, one after another, and the log probabilities of the likeliest tokens at each place."""
     from vllm import SamplingParams
@@ -92,7 +109,7 @@ def main() -> None:
     }.items():
         os.environ.setdefault(name, value)
     llm = engine(job["oasis"], **job["settings"])
-    tasks: dict[str, Callable[..., Result]] = {"load": load, "generate": generate, "score": score}
+    tasks: dict[str, Callable[..., Result]] = {"load": load, "answer": answer, "generate": generate, "score": score}
     result = tasks[job["task"]](llm, **job["arguments"])
     llm.llm_engine.engine_core.shutdown()
     print("RESULT", json.dumps(result))

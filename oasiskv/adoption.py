@@ -20,6 +20,10 @@ from .sequence import Phase, Sequence
 if TYPE_CHECKING:
     from .manager import KVManager
 
+_LEAST_OBSERVED, _MOST_SKIPPED = 64, 8
+"""The summary observes one query in `_MOST_SKIPPED` of a long piece of a prompt, but so many at least if there are: it learns
+which directions queries have, which a sample tells as well as all of them at an eighth of the time."""
+
 
 class Adoption:
     """Sealed blocks on their way into the arena, made by `KVManager.adopt`. `write` every layer once, in any order and from any
@@ -197,7 +201,9 @@ def observe(
         own = queries[start : start + count]
         start += count
         if count > 1 or not rooms.summary.fitted:  # as for prompts, and for what decodes
-            rooms.summary.observe(layer, finite_rows(own), torch.arange(first, first + count, device=own.device))
+            every = min(max(1, count // _LEAST_OBSERVED), _MOST_SKIPPED)
+            sample = own[::every]
+            rooms.summary.observe(layer, finite_rows(sample), torch.arange(first, first + count, every, device=own.device))
         rooms.sets.remember_queries(layer, torch.full((1,), sequence.row, device=own.device), own[None])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CompilationMode, get_layers_from_vllm_config
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from oasiskv.errors import ConfigError, UnsupportedModel
 from oasiskv.host_memory import physical_bytes
+from oasiskv.log import event
 from oasiskv.types import Rotary
 
 from .backend import current_plan
@@ -36,6 +38,7 @@ from .device_blocks import BlockReader, check_layout
 from .ledger import Ledger
 from .messages import Acknowledgement, Capacity, StepMessage
 from .metrics import OasisKVPromMetrics, OasisKVStats
+from .notices import COST, show_warnings, uses_hints, warn_of_lost_hints, why_no_hints
 from .residual_stream import ResidualStream
 from .rotary import rotary_of_model
 from .settings import AdapterConfig
@@ -70,6 +73,9 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         assert settings is not None
         check_versions()
         check_settings(vllm_config, settings)
+        show_warnings()
+        if role is KVConnectorRole.SCHEDULER:  # of which an engine has one, and workers many
+            warn_of_lost_hints(vllm_config, settings.core.predictor)
         self._settings = settings
         self._group = _our_group(kv_cache_config)
         self._block_size: int = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
@@ -92,6 +98,7 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         manager = kv_cache_manager.coordinator.single_type_managers[self._group]
         assert isinstance(manager, LendingBlockManager)
+        manager.beside = [one for one in kv_cache_manager.coordinator.single_type_managers if one is not manager]
         config, size = self._vllm_config, self._block_size
         drafts = len(self._layer_names()) < len(self._kv_cache_config.kv_cache_groups[self._group].layer_names)
         kept_first, kept_last = (_DRAFT_FIRST, -(-_DRAFT_LAST // size)) if drafts else (0, 0)
@@ -107,6 +114,8 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             kept_last=kept_last,
             restores=len(self._kv_cache_config.kv_cache_groups) == 1,
             shares=bool(config.cache_config.enable_prefix_caching),
+            always=self._settings.handover == "always",
+            watermark_blocks=getattr(kv_cache_manager, "watermark_blocks", 0),  # which old versions do not have
         )
 
     @property
@@ -202,13 +211,13 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
             worker.stream.show(partial(_hint, worker, names))
 
     def _residual_stream(self, attentions: list[Attention], rotary: Rotary | None) -> ResidualStream | None:
-        """Where hints come from, if they can be had: hooks do not run in a compiled model, and layers with adapters know whose
-        each row of the whole batch is."""
-        config = self._vllm_config
-        usable = config.compilation_config.mode == CompilationMode.NONE and config.lora_config is None
+        """Where hints come from, if they can be had."""
         heads, head_dim = attentions[0].num_heads, attentions[0].head_size
+        usable = why_no_hints(self._vllm_config) is None
         stream = ResidualStream.around(list(attentions), heads, head_dim, rotary) if usable else None
         forget_modules()
+        if usable and stream is None and uses_hints(self._settings.core.predictor) and not get_tensor_model_parallel_rank():
+            event(logging.WARNING, "hints-off", reason="the model is not built as Llama is", cost=COST)
         return stream
 
     def get_handshake_metadata(self) -> Capacity | None:

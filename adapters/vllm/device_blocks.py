@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -58,6 +59,8 @@ class BlockReader:
         self._head_dim = content // 2
         self._block_size = block_size
         self._order = self._learn(cache, write)
+        halves = [_Places.of(half.view(self._tokens, self._head_dim)) for half in self._order.chunk(2)]
+        self._places = [half for half in halves if half is not None]
 
     def _learn(self, cache: torch.Tensor, write: Write) -> torch.Tensor:
         """Where in a block of one head the elements of `(key or value, token, channel)` lie."""
@@ -83,7 +86,66 @@ class BlockReader:
 
     def read(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Device blocks as blocks of ours, `(len(blocks) * r, kv_heads, 2, block_size, head_dim)` with `r` of them in each."""
-        count, parts = len(blocks), self._tokens // self._block_size
-        raw = cache[blocks.to(cache.device)].flatten(2).index_select(2, self._order)
-        both = raw.view(count, self._heads, 2, parts, self._block_size, self._head_dim)
-        return both.permute(0, 3, 1, 2, 4, 5).reshape(count * parts, self._heads, 2, self._block_size, self._head_dim)
+        count, parts, size = len(blocks), self._tokens // self._block_size, self._block_size
+        raw = cache[blocks.to(cache.device)]
+        if len(self._places) == 2:
+            both = raw.new_empty((count, parts, self._heads, 2, size, self._head_dim))
+            for half, places in enumerate(self._places):
+                both[:, :, :, half] = places.view(raw, parts)
+        else:
+            ordered = raw.flatten(2).index_select(2, self._order)
+            both = ordered.view(count, self._heads, 2, parts, size, self._head_dim).permute(0, 3, 1, 2, 4, 5)
+        return both.reshape(count * parts, self._heads, 2, size, self._head_dim)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the keys, or the values, of a block of one head lie, if that is regular: a copy along strides is many times faster
+    than one that looks up every element.
+
+    Attributes:
+        first: place of the first channel of the first token.
+        token: from a token to the next one.
+        run: channels that make up a run; `channel` is from one to the next within a run, `next_run` from run to run.
+    """
+
+    first: int
+    token: int
+    run: int
+    channel: int
+    next_run: int
+
+    @staticmethod
+    def of(places: torch.Tensor) -> _Places | None:
+        """The rule behind places `(tokens, head_dim)`; `None` if there is none of this kind."""
+        tokens, head_dim = places.shape
+        for run in (head_dim, 1, 2, 4):  # whole tokens, single channels, or the few that matrix instructions take together
+            if head_dim % run:
+                continue
+            split = places.view(tokens, head_dim // run, run)
+            first, token, next_run, channel = (
+                int(split[0, 0, 0]),
+                _step(split[:, 0, 0]),
+                _step(split[0, :, 0]),
+                _step(split[0, 0]),
+            )
+            counts = [torch.arange(size, device=places.device) for size in split.shape]
+            rule = first + counts[0][:, None, None] * token + counts[1][:, None] * next_run + counts[2] * channel
+            if torch.equal(rule, split):
+                return _Places(first, token, run, channel, next_run)
+        return None
+
+    def view(self, raw: torch.Tensor, parts: int) -> torch.Tensor:
+        """The keys, or values, in contiguous device blocks `(n, kv_heads, tokens, 2 * head_dim)`, each in `parts`: `(n, parts,
+        kv_heads, tokens / parts, head_dim)`."""
+        count, heads, tokens, content = raw.shape
+        size, head_dim = tokens // parts, content // 2
+        runs = (head_dim // self.run, self.run)
+        head = tokens * content
+        strides = (heads * head, size * self.token, head, self.token, self.next_run, self.channel)
+        found = raw.as_strided((count, parts, heads, size, *runs), strides, raw.storage_offset() + self.first)
+        return found.flatten(-2)
+
+
+def _step(places: torch.Tensor) -> int:
+    return int(places[1] - places[0]) if len(places) > 1 else 0

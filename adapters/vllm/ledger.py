@@ -26,6 +26,7 @@ class Entry:
         attended: whether the workers know that.
         freed: range of its own device blocks that are gone.
         parked: whether it was preempted, and waits.
+        processed: tokens whose step is over, when vLLM last asked for blocks for it.
     """
 
     request: Request
@@ -37,14 +38,15 @@ class Entry:
     attended: bool = False
     freed: tuple[int, int] = (0, 0)
     parked: bool = False
+    processed: int = 0
 
 
 class Ledger:
     """The books of one engine.
 
     Args:
-        handover_tokens: requests with at least this many tokens are recorded, and handed over when they decode. A prompt that
-            takes more than half of the device blocks is handed over before.
+        handover_tokens: requests with at least this many tokens are recorded, and may be handed over when they decode. A prompt
+            that takes more than half of the device blocks may be handed over before.
         block_size: tokens in a device block.
         lent_blocks: device blocks that OasisKV needs for a request.
         most_blocks: device blocks that a request holds at most if it is handed over before its prompt has been read.
@@ -54,6 +56,8 @@ class Ledger:
         restores: whether a request may begin with what the host has; not if layers that OasisKV does not know need their
             history too.
         shares: whether the host keeps what a request leaves, for others that begin alike.
+        always: whether requests are handed over as soon as they can be, or only when device blocks run short.
+        watermark_blocks: that vLLM leaves free when it admits a request.
 
     Attributes:
         host_blocks: device blocks' worth of tokens that the hosts of all workers may hold; `None` if that is not limited.
@@ -72,6 +76,8 @@ class Ledger:
         kept_last: int = 0,
         restores: bool = True,
         shares: bool = True,
+        always: bool = True,
+        watermark_blocks: int = 0,
     ) -> None:
         self.host_blocks: int | None = 0  # until the workers have said
         self.lent_blocks = lent_blocks
@@ -80,6 +86,8 @@ class Ledger:
         self._long_tokens = max(handover_tokens, device_blocks // 2 * block_size + 1)
         self.kept_first = kept_first
         self.kept_last = kept_last
+        self.always = always
+        self.watermark_blocks = watermark_blocks
         self.counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._refused: set[str] = set()
@@ -152,23 +160,45 @@ class Ledger:
     # What the block manager asks and tells
 
     def streams(self, request_id: str) -> bool:
-        """Whether a request is handed over while its prompt is read: that takes much of the device, and the host has room."""
+        """Whether a request may be handed over while its prompt is read: that takes much of the device, and the host has
+        room."""
         request = self._requests.get(request_id)
         if request is None or self.most_blocks > self._device_blocks or request.num_tokens < self._long_tokens:
             return False
         return request_id in self._entries or self._fits(request)
 
-    def releasable(self, request_id: str, processed_tokens: int) -> int | None:
-        """How many of a request's own blocks, counted from the first, may be freed if it is handed over now; `None` if it
-        should not be. It must decode, and all but its last blocks must be on the host; if it `streams`, some of them."""
+    def advance(self, request_id: str, processed_tokens: int) -> None:
+        """vLLM asks for blocks for a request; the steps of its first `processed_tokens` are over."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.processed = processed_tokens
+
+    def candidates(self) -> list[str]:
+        """The requests that run, are recorded, and were not handed over."""
+        return [name for name, entry in self._entries.items() if not (entry.lent or entry.parked)]
+
+    def releasable(self, request_id: str) -> int | None:
+        """How many of a request's own blocks, counted from the first, may be freed if it is handed over now: those on the host.
+        `None` if it cannot be. It must decode, or be one that `streams`."""
         entry = self._entries.get(request_id)
         if entry is None or entry.request.is_finished():
             return None
-        computed = processed_tokens // self._block_size
-        last = min(entry.stored, computed - self.kept_last)
-        reads = processed_tokens < entry.request.num_prompt_tokens
-        ready = self.streams(request_id) if reads else entry.stored >= computed - 1
+        last = min(entry.stored, entry.processed // self._block_size - self.kept_last)
+        reads = entry.processed < entry.request.num_prompt_tokens
+        ready = not reads or self.streams(request_id)
         return last if last > self.kept_first and ready else None
+
+    def is_stored(self, request_id: str) -> bool:
+        """Whether all but the last block of a request is on the host; or it is read, and to wait would take more blocks."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return False
+        reads = entry.processed < entry.request.num_prompt_tokens
+        return reads or entry.stored >= entry.processed // self._block_size - 1
+
+    def is_attended(self, request_id: str) -> bool:
+        """Whether the workers were told that a request is handed over."""
+        return self._entries[request_id].attended
 
     def lend(self, request_id: str, blocks: list[int], freed: tuple[int, int]) -> None:
         """Device blocks were lent for a request, and some of its own freed."""
@@ -187,7 +217,7 @@ class Ledger:
         entry = self._entries.get(request_id)
         if entry is not None:
             self._reclaim(entry)
-            entry.parked = True
+            entry.parked, entry.processed = True, 0
 
     # What the workers are told, and answer
 

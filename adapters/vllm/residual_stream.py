@@ -23,6 +23,7 @@ from oasiskv.types import Rotary
 
 from .batch_rows import Rows
 from .decoder_layers import decoder_layers_around
+from .notices import COST
 
 Show = Callable[[int, Callable[[Rows], torch.Tensor]], None]
 """Is told a layer of ours, and how to project some rows of the batch for it."""
@@ -94,7 +95,7 @@ class ResidualStream:
         except RuntimeError:  # shapes that do not fit: this model's layers do more than we know
             error = math.inf
         if not error <= PROJECTION_TOLERANCE:  # nor if it is not a number
-            event(logging.INFO, "hints-off", layer=number, error=error)
+            event(logging.WARNING, "hints-off", layer=number, error=error, cost=COST)
             self.detach()
             return False
         self.checked = number == len(self._layers) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from oasiskv import OasisConfig
 from oasiskv.errors import ConfigError
@@ -32,7 +32,9 @@ _HOSTS = {
 }
 """Settings of `OasisConfig` that are not the user's here, and what to do instead."""
 
-_OWN = ("handover_tokens",)
+_OWN = ("handover", "handover_tokens")
+
+_HANDOVERS = ("pressure", "always")
 
 _PARTS_HELD = 3
 """Parts of a prompt that are on the device: one that is computed, one that is copied, and one whose copy was not told yet."""
@@ -44,14 +46,19 @@ class AdapterConfig:
 
     Attributes:
         core: settings of the manager.
-        handover_tokens: tokens from which on a request is handed to OasisKV; vLLM alone serves the shorter ones. At least
+        handover_tokens: tokens from which on a request may be handed to OasisKV; vLLM alone serves the shorter ones. At least
             sinks, window and one block; by default twice the budget.
+        handover: when that is. With `"pressure"`, vLLM attends while it has blocks for all that runs and waits; with
+            `"always"`, until the request decodes.
     """
 
     core: OasisConfig
     handover_tokens: int
+    handover: Literal["pressure", "always"] = "pressure"
 
     def __post_init__(self) -> None:
+        if self.handover not in _HANDOVERS:
+            raise ConfigError(f"{_WHERE}: handover is {self.handover!r}; it must be {' or '.join(map(repr, _HANDOVERS))}")
         value, core = self.handover_tokens, self.core
         least = core.sink_tokens + core.window_tokens + core.block_size
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -87,7 +94,7 @@ class AdapterConfig:
                     f"{_WHERE}: {name} is {value!r}; it must be a number, a text, true, false, null or a list of texts"
                 )
         values = dict(extra)
-        handover = values.pop("handover_tokens", None)
+        own = {name: values.pop(name) for name in _OWN if values.get(name) is not None}
         if values.get("block_size") is None:
             values["block_size"] = _default_block_size(host_block_size)
         if device_type == "cpu":
@@ -97,7 +104,7 @@ class AdapterConfig:
             core = OasisConfig(**values)
         except ConfigError as error:
             raise ConfigError(f"{_WHERE}: {error}") from error
-        return cls(core=core, handover_tokens=2 * core.budget_tokens if handover is None else handover)
+        return cls(core=core, **{"handover_tokens": 2 * core.budget_tokens, **own})
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self | None:

@@ -32,6 +32,12 @@ def paired(block, keys, values):
     plain(block, pairs.flatten(1), values)
 
 
+def scattered(block, keys, values):
+    """No rule at all."""
+    interleaved(block, keys, values)
+    block[:] = block[:, torch.randperm(block.shape[1], generator=torch.Generator().manual_seed(1))]
+
+
 def writer(order):
     def write(keys, values, cache, mapping):
         for block in (mapping // TOKENS).unique():
@@ -43,7 +49,7 @@ def writer(order):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("order", [plain, interleaved, transposed, paired])
+@pytest.mark.parametrize("order", [plain, interleaved, transposed, paired, scattered])
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_every_order_is_understood(order, dtype, size):
     torch.manual_seed(0)
@@ -56,6 +62,13 @@ def test_every_order_is_understood(order, dtype, size):
     got = BlockReader(cache, writer(order), size).read(cache, blocks)
     both = torch.stack([keys, values], dim=1).view(-1, size, 2, HEADS, HEAD_DIM)
     assert torch.equal(got, both.permute(0, 3, 2, 1, 4))
+
+
+@pytest.mark.parametrize(("order", "copied"), [(plain, 2), (interleaved, 2), (transposed, 2), (paired, 2), (scattered, 0)])
+def test_an_order_with_a_rule_is_copied_along_strides(order, copied):
+    """To look up every element takes ten times as long."""
+    cache = torch.zeros((2, HEADS, TOKENS, 2 * HEAD_DIM))
+    assert len(BlockReader(cache, writer(order), 16)._places) == copied
 
 
 def test_a_backend_that_loses_something_is_refused():

@@ -119,10 +119,12 @@ def test_every_setting_of_the_core_passes_through():
         "segment_blocks": 4,
         "poison_freed": True,
         "handover_tokens": 999,
+        "handover": "always",
     }
     assert set(given) == set(AdapterConfig.names())
     config = AdapterConfig.from_extra(json.loads(json.dumps(given)), 32)
     assert config.handover_tokens == given.pop("handover_tokens")
+    assert config.handover == given.pop("handover")
     assert config.core == OasisConfig(**given)
 
 
@@ -148,6 +150,7 @@ def test_the_defaults():
     config = AdapterConfig.from_extra({}, 32)
     assert config.core == OasisConfig(tier_patience_s=240)  # vLLM waits 300 seconds for a worker
     assert config.handover_tokens == 2 * config.core.budget_tokens
+    assert config.handover == "pressure"
 
 
 @pytest.mark.parametrize(("host", "ours"), [(16, 16), (32, 16), (128, 16), (24, 12), (40, 10), (12, 12), (4, 4), (48, 16)])
@@ -167,7 +170,8 @@ def test_a_block_size_of_vllm_that_nothing_divides(host):
         ({"pool_bytes": 1}, "pool_bytes is 1, but .*--gpu-memory-utilization"),
         ({"dense_threshold": None}, "dense_threshold is None, but .*handover_tokens"),
         ({"budget_token": 1}, "no setting 'budget_token'; did you mean budget_tokens"),
-        ({"handover": 1}, "did you mean handover_tokens"),
+        ({"handover": 1}, "handover is 1; it must be 'pressure' or 'always'"),
+        ({"hand_over": "always"}, "did you mean handover"),
         ({"zzz": 1}, "no setting 'zzz'; there are .*arena_bytes.*workers"),
         ({1: 1}, "no setting 1"),
         ({"tier": {"url": "memory:"}}, "tier is {'url': 'memory:'}; it must be"),

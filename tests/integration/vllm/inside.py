@@ -3,7 +3,13 @@
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-EVERYTHING = {"budget_tokens": 1024, "handover_tokens": 256, "correction_margin": 0, "swap_margin": 0}
+EVERYTHING = {
+    "budget_tokens": 1024,
+    "handover_tokens": 256,
+    "handover": "always",
+    "correction_margin": 0,
+    "swap_margin": 0,
+}
 """Settings with which a request of up to 1,024 tokens attends to everything once handed over: it gets the stock tokens."""
 
 

@@ -1,5 +1,6 @@
 """Ways to run vLLM that the other tests leave out, with a small Llama of random weights: two ranks, graphs, bfloat16."""
 
+import logging
 import random
 import statistics
 
@@ -67,10 +68,14 @@ def test_two_tensor_parallel_ranks(engine, settings, prompts, expected, tmp_path
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_a_compiled_model(engine, settings, prompts, expected):
-    """Graphs are cut at attention, and nothing of OasisKV is traced."""
-    ours = engine(EVERYTHING, **settings, enforce_eager=False)
+def test_a_compiled_model(engine, settings, prompts, expected, caplog):
+    """Graphs are cut at attention, and nothing of OasisKV is traced. That there are no hints is said once."""
+    with caplog.at_level(logging.WARNING, "oasiskv"):
+        ours = engine({**EVERYTHING, "predictor": "layer-ahead"}, **settings, enforce_eager=False)
     assert greedy(ours, prompts) == expected
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "oasiskv"]
+    assert said.startswith("hints-lost predictor=layer-ahead reason='the model is compiled'")
+    assert "--enforce-eager" in said
     assert ledger(ours).counts["handovers"] == 3
     assert worker().manager.stats().decoded_tokens > 60
     assert_all_given_back(ours)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(400)
 CONFIG = {
     "kv_connector": "OasisKV",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"budget_tokens": 512, "handover_tokens": 640},
+    "kv_connector_extra_config": {"budget_tokens": 512, "handover_tokens": 640, "handover": "always"},
 }
 
 
