@@ -200,7 +200,7 @@ def observe(
     for sequence, count, first in zip(sequences, counts, first_positions, strict=True):
         own = queries[start : start + count]
         start += count
-        if count > 1 or not rooms.summary.fitted:  # as for prompts, and for what decodes
+        if count > 1:  # a prompt; what decodes in between would add little, and its layers wait for it
             every = min(max(1, count // _LEAST_OBSERVED), _MOST_SKIPPED)
             sample = own[::every]
             rooms.summary.observe(layer, finite_rows(sample), torch.arange(first, first + count, every, device=own.device))

@@ -21,9 +21,14 @@ from .worker import Plan, Worker
 
 class Batch:
     """What one attention metadata object is about. Attached to it by the builder; plans are made at the first layer that asks,
-    when the scheduler's message is there."""
+    when the scheduler's message is there.
+
+    Attributes:
+        idle: whether a layer has found that there is nothing to do in this batch, for any layer.
+    """
 
     def __init__(self, build: Any, common: CommonAttentionMetadata) -> None:
+        self.idle = False
         self._build = build
         self._common = common
         self._plan: Plan | None = None
@@ -119,11 +124,10 @@ def _lengths(common: CommonAttentionMetadata) -> list[int]:
 
 
 def current_worker() -> Worker | None:
-    """The worker's side of our connector, if it is in use."""
-    from .connector import OasisConnector
-
+    """The worker's side of our connector, if it is in use. Asked by each layer of each forward."""
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return connector.worker if isinstance(connector, OasisConnector) else None
+    worker = getattr(connector, "worker", None)
+    return worker if isinstance(worker, Worker) else None
 
 
 def current_plan(worker: Worker, layer_name: str) -> Plan | None:
@@ -169,8 +173,8 @@ def impl_over(base: type[AttentionImpl]) -> type[AttentionImpl]:
             **kwargs: Any,
         ) -> torch.Tensor:
             stock = super().forward
-            batch, worker = getattr(attn_metadata, "oasis", None), current_worker()
-            if batch is None or worker is None:
+            batch = getattr(attn_metadata, "oasis", None)
+            if batch is None or batch.idle or (worker := current_worker()) is None:
                 return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             number = worker.layer_number(layer.layer_name)
             if number is None:
@@ -181,6 +185,7 @@ def impl_over(base: type[AttentionImpl]) -> type[AttentionImpl]:
             if plan.watched:
                 worker.watch(number, plan, query, self.scale)
             if plan.step is None:
+                batch.idle = not plan.watched and not worker.checks_stream
                 return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if plan.dense:
                 metadata, tokens = batch.rest(plan.dense)

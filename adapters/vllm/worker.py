@@ -265,6 +265,11 @@ class Worker:
         own = queries[plan.watched_tokens]
         self.manager.observe(number, plan.watched, own, plan.counts, plan.starts, scale)
 
+    @property
+    def checks_stream(self) -> bool:
+        """Whether it is not known yet if the residual stream makes the queries of the layers."""
+        return self.stream is not None and not self.stream.checked
+
     def check_stream(self, number: int, plan: Plan, queries: torch.Tensor) -> None:
         """Until the residual stream is known to make a layer's queries, look whether it made those of a batch."""
         stream = self.stream
