@@ -222,6 +222,8 @@ class KVManager(Uncopied):
         self._check_idle(sequence)
         if not 0 <= length <= sequence.length:
             raise InputError(f"crop to {length} tokens, but the sequence has {sequence.length}; pass 0 to {sequence.length}")
+        if length == sequence.length:
+            return
         if length % self.config.block_size and not sequence.strips and self.rooms.pool.lent:
             raise InputError(
                 f"crop to {length} tokens, but without strips a sequence has whole blocks of {self.config.block_size} only"

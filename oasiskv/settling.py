@@ -77,9 +77,7 @@ def _lay_out_dense(manager: KVManager, sequence: Sequence, tail: Tail, change: C
 
 
 def cut(manager: KVManager, sequence: Sequence, length: int) -> None:
-    """See `KVManager.crop`. No background work may run."""
-    if length == sequence.length:
-        return
+    """See `KVManager.crop`; `length` is below that of the sequence. No background work may run."""
     rooms, config = manager.rooms, manager.config
     sealed = length // config.block_size
     tail = [layout.read_tail(rooms, sequence, layer, length) for layer in range(manager.shape.num_layers)]
